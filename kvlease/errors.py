@@ -1,0 +1,121 @@
+"""Every error kvlease raises on purpose, in one tree.
+
+The branch says what the caller can do: `BadInput` is wrong data from outside (the command line
+prints its one sentence and exits 2), `UsageError` is wrong code, `OperatingError` is expected in
+operation and is handled by callers and supervisors, `InternalError` means an invariant is false
+and is never swallowed. This module imports nothing of kvlease.
+"""
+
+
+class KVLeaseError(Exception):
+    """Root of the tree; its text is one sentence that says what, where and what to do."""
+
+
+class BadInput(KVLeaseError):
+    """Data from outside is not acceptable: a flag, a file, a prompt."""
+
+
+class ConfigError(BadInput):
+    """A configuration value, or a combination of values, cannot work."""
+
+
+class ModelLoadError(BadInput):
+    """A checkpoint folder is missing, damaged, or not of a supported kind."""
+
+
+class PromptError(BadInput):
+    """A prompt or its sampling parameters cannot be served by this model and these pools."""
+
+
+class TraceError(BadInput):
+    """A workload trace holds a line that is not of its format."""
+
+
+class UsageError(KVLeaseError):
+    """The caller broke a contract; the code that called has to change."""
+
+
+class LeaseMoved(UsageError):
+    """A lease was used after it was closed, frozen, or sent away."""
+
+
+class BorrowConflict(UsageError):
+    """Exclusive access was asked for while others hold the pages, or the reverse."""
+
+
+class LayoutMismatch(UsageError):
+    """Shape, dtype or stride of rows disagree with the pool's."""
+
+
+class SealedPage(UsageError):
+    """A write was aimed at a row below the open page; sealed pages never change."""
+
+
+class OperatingError(KVLeaseError):
+    """Expected in operation; a supervisor restarts on it, a caller handles it."""
+
+
+class NotReady(OperatingError):
+    """The layer's bytes have not arrived (the answer of the `_nowait` forms)."""
+
+
+class PagesUnavailable(OperatingError):
+    """The pool has too few pages now; waiting or evicting may free some."""
+
+
+class EngineFull(OperatingError):
+    """The engine takes no more requests now.
+
+    Attributes:
+        retry_after_s: seconds after which trying again is sensible.
+    """
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        """Keep the advice beside the sentence."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class StaleEpoch(OperatingError):
+    """A reference is older than the thing it names; somebody else may hold the page now."""
+
+
+class TransferFailed(OperatingError):
+    """A movement of pages failed, came short, was revoked, or was too late.
+
+    Attributes:
+        reason: one word for counters and logs: ``failed``, ``short``, ``late``, ``revoked``.
+    """
+
+    def __init__(self, message: str, reason: str = "failed") -> None:
+        """Keep the one-word reason beside the sentence."""
+        super().__init__(message)
+        self.reason = reason
+
+
+class DeadlineExceeded(OperatingError):
+    """A wait with an owner and a name outlived its deadline."""
+
+
+class ActorClosed(OperatingError):
+    """The actor was closed on purpose; its mailbox takes no more messages."""
+
+
+class ActorBroken(OperatingError):
+    """The actor failed; the cause is attached."""
+
+
+class RequestFailed(OperatingError):
+    """A request ended without an answer; the sentence says why."""
+
+
+class InternalError(KVLeaseError):
+    """An invariant is false; never restarted, never swallowed."""
+
+
+class IllegalTransition(InternalError):
+    """A state machine was asked for a step that its table does not have."""
+
+
+class LedgerImbalance(InternalError):
+    """The pages of a pool do not add up to its total, or one page is counted twice."""

@@ -1,0 +1,1 @@
+"""Compute: one operation a file, the views that open rows, and the models."""

@@ -1,0 +1,1 @@
+"""Memory and its book-keeping: page pools, the prefix index, leases; synchronous throughout."""

@@ -1,0 +1,121 @@
+"""The life of a page and of a transfer's completions, as pure transition functions.
+
+Pools and the runtime step these machines and nothing else decides what may follow what, so the
+rules can be explored exhaustively without a device. An event that the table lacks raises
+IllegalTransition.
+"""
+
+from enum import Enum
+
+from attrs import frozen
+
+from kvlease.errors import IllegalTransition
+from kvlease.protocols.ports import CompletionState
+
+
+class PageState(Enum):
+    """Where a page stands; the values are the columns of the ledger (R11)."""
+
+    FREE = "free"
+    RESERVED = "reserved"
+    EXCLUSIVE = "exclusive"
+    CACHED = "cached"
+    LEASED = "leased"
+    QUARANTINED = "quarantined"
+
+
+class PageEvent(Enum):
+    """What can happen to a page."""
+
+    RESERVE = "reserve"
+    FORFEIT = "forfeit"
+    ACQUIRE = "acquire"
+    SEAL = "seal"
+    PIN = "pin"
+    UNPIN = "unpin"
+    RELEASE = "release"
+    RECLAIM = "reclaim"
+
+
+_PAGE: dict[tuple[PageState, PageEvent], PageState] = {
+    (PageState.FREE, PageEvent.RESERVE): PageState.RESERVED,
+    (PageState.RESERVED, PageEvent.FORFEIT): PageState.FREE,
+    (PageState.RESERVED, PageEvent.ACQUIRE): PageState.EXCLUSIVE,
+    (PageState.EXCLUSIVE, PageEvent.SEAL): PageState.LEASED,
+    (PageState.EXCLUSIVE, PageEvent.RELEASE): PageState.QUARANTINED,
+    (PageState.LEASED, PageEvent.PIN): PageState.LEASED,
+    (PageState.LEASED, PageEvent.UNPIN): PageState.CACHED,
+    (PageState.LEASED, PageEvent.RELEASE): PageState.QUARANTINED,
+    (PageState.CACHED, PageEvent.PIN): PageState.LEASED,
+    (PageState.CACHED, PageEvent.RELEASE): PageState.QUARANTINED,
+    (PageState.QUARANTINED, PageEvent.RECLAIM): PageState.FREE,
+}
+
+
+def step_page(state: PageState, event: PageEvent) -> PageState:
+    """Return the state after the event; raise IllegalTransition when there is none."""
+    after = _PAGE.get((state, event))
+    if after is None:
+        raise IllegalTransition(f"a page that is {state.value} cannot {event.value}")
+    return after
+
+
+class CopyEvent(Enum):
+    """What can happen to one completion of a transfer."""
+
+    RECORD = "record"
+    FINISH = "finish"
+    FAIL = "fail"
+    REVOKE = "revoke"
+
+
+@frozen
+class Copy:
+    """One completion: planned bytes, bytes done, and where it stands."""
+
+    planned_nbytes: int
+    done_nbytes: int = 0
+    state: CompletionState = CompletionState.PLANNED
+
+
+def step_copy(copy: Copy, event: CopyEvent, nbytes: int = 0) -> Copy:
+    """Return the completion after the event.
+
+    FINISH with fewer bytes than planned ends FAILED, never DONE (R5). FINISH straight from PLANNED
+    is illegal: work nobody recorded cannot have ended (R2). Raises IllegalTransition.
+    """
+    if copy.state.is_final:
+        raise IllegalTransition(f"a completion that is {copy.state.value} cannot {event.value}")
+    match event:
+        case CopyEvent.RECORD:
+            if copy.state is not CompletionState.PLANNED:
+                raise IllegalTransition("a completion is recorded once")
+            return Copy(copy.planned_nbytes, 0, CompletionState.RECORDED)
+        case CopyEvent.FINISH:
+            if copy.state is not CompletionState.RECORDED:
+                raise IllegalTransition("a completion that was never recorded cannot finish")
+            whole = nbytes == copy.planned_nbytes
+            end = CompletionState.DONE if whole else CompletionState.FAILED
+            return Copy(copy.planned_nbytes, nbytes, end)
+        case CopyEvent.FAIL:
+            return Copy(copy.planned_nbytes, nbytes, CompletionState.FAILED)
+        case CopyEvent.REVOKE:
+            return Copy(copy.planned_nbytes, nbytes, CompletionState.REVOKED)
+
+
+def joint_state(parts: "list[Copy]") -> CompletionState:
+    """Return where a layer stands, given its components: ready only when all are (DESIGN 2).
+
+    No components at all is FAILED: an empty completion never passes for a finished one.
+    """
+    states = {part.state for part in parts}
+    for bad in (CompletionState.FAILED, CompletionState.REVOKED):
+        if bad in states:
+            return bad
+    if not states:
+        return CompletionState.FAILED
+    if states == {CompletionState.DONE}:
+        return CompletionState.DONE
+    if CompletionState.PLANNED in states:
+        return CompletionState.PLANNED
+    return CompletionState.RECORDED

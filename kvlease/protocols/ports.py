@@ -1,0 +1,212 @@
+"""What the rules need from the world: streams, completions, a model, a clock.
+
+Each port has a CPU implementation in ``runtime`` (a worker thread), a CUDA one behind the same
+methods, and simulated ones in tests; faults are injected by wrapping a port, never in product code.
+"""
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+from attrs import frozen
+
+from kvlease.protocols.schema import Schema
+from kvlease.units import RequestId, StepId
+
+if TYPE_CHECKING:
+    from kvlease.protocols.ownership import StepLease
+
+
+class CompletionState(Enum):
+    """Where a piece of device work stands; the order of the values is the order of life."""
+
+    PLANNED = "planned"
+    RECORDED = "recorded"
+    DONE = "done"
+    FAILED = "failed"
+    REVOKED = "revoked"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing more will happen."""
+        return self in (CompletionState.DONE, CompletionState.FAILED, CompletionState.REVOKED)
+
+
+class Completion(Protocol):
+    """The end of the work that makes some bytes true; never a bare event.
+
+    A completion that ends FAILED or REVOKED raises TransferFailed from both waits.
+    """
+
+    @property
+    def state(self) -> CompletionState:
+        """The state now; reading it never calls the device."""
+        ...
+
+    async def wait_recorded(self) -> None:
+        """Wait until the work is in its stream's order, so that a stream can be made to wait."""
+        ...
+
+    async def wait_done(self) -> None:
+        """Wait until the bytes are true."""
+        ...
+
+    def block_until_final(self) -> None:
+        """Hold the calling stream worker until the work has ended; never on the Trio thread."""
+        ...
+
+
+class Stream(Protocol):
+    """An ordered queue of device work; nothing here blocks the Trio thread."""
+
+    def launch(self, work: Callable[[], None]) -> None:
+        """Queue work; it starts after all work queued before it has ended.
+
+        An exception in ``work`` skips what was launched later on the same scope and fails the
+        scope's next `record`.
+        """
+        ...
+
+    def wait(self, completion: Completion) -> None:
+        """Order all later work of this stream behind a recorded completion."""
+        ...
+
+    def record(self) -> Completion:
+        """Return the completion of everything launched so far on this scope."""
+        ...
+
+    def scope(self) -> "Stream":
+        """Return a handle on the same queue whose failures stay its own."""
+        ...
+
+
+class Clock(Protocol):
+    """Monotonic time in seconds."""
+
+    def now(self) -> float:
+        """Return seconds since an arbitrary start."""
+        ...
+
+
+@frozen
+class Sampling:
+    """How to draw one sequence's next tokens.
+
+    temperature 0 is greedy. top_k 0 and top_p 1.0 switch those filters off. ``banned`` tokens
+    (an EOS before ``min_tokens``) get no probability. The draw is keyed by (seed, position), so it
+    does not depend on the batch.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    banned: tuple[int, ...] = ()
+    logprobs: int | None = None
+    """How many top alternatives to report with each token; None reports none, not even its own."""
+
+
+@frozen
+class SequenceInput:
+    """One sequence's part in a step.
+
+    tokens are the input ids at positions start .. start + len(tokens) - 1. ``sample`` is None for a
+    chunk whose end is not the prompt's end. ``may_produce`` bounds the tokens a step may return.
+    """
+
+    request: RequestId
+    start: int
+    tokens: Sequence[int]
+    sample: Sampling | None
+    may_produce: int = 1
+
+
+@frozen
+class StepInput:
+    """A batch: its sequences in the order of the step lease's members."""
+
+    step: StepId
+    sequences: tuple[SequenceInput, ...]
+    digests: bool = False
+    """Whether to return a hash of each sampled row of logits, for bit-exact comparison."""
+
+
+@frozen
+class SampledToken:
+    """One token drawn, with what the caller asked to know about it."""
+
+    token: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    digest: bytes | None = None
+
+
+class StepResult(Protocol):
+    """What a forward leaves behind; readable once the stream's work is done."""
+
+    def tokens(self) -> Sequence[Sequence[SampledToken]]:
+        """Return per sequence the tokens drawn (none for a sequence with ``sample`` None)."""
+        ...
+
+
+class ModelRunner(Protocol):
+    """A model that runs one step under a step lease, without knowing Trio."""
+
+    @property
+    def schema(self) -> Schema:
+        """The cached state this model keeps."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are 0 .. vocab_size - 1."""
+        ...
+
+    @property
+    def max_positions(self) -> int:
+        """The longest sequence, prompt and answer together, in tokens."""
+        ...
+
+    @property
+    def eos_tokens(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of weights and geometry: part of the cache identity (R10)."""
+        ...
+
+    async def forward(
+        self, inputs: StepInput, lease: "StepLease", stream: Stream
+    ) -> StepResult:
+        """Launch one step on the stream, awaiting one layer's lease at a time.
+
+        Ownership: borrows the lease; rows are written only through it. Raises TransferFailed when
+        a layer's transfer failed; the caller then discards the step.
+        """
+        ...
+
+
+@frozen
+class CopyOrder:
+    """One component of one layer of one transfer, ready to be copied.
+
+    ``run`` moves the bytes and returns how many; it is called once, on the worker of the stream
+    that carries the transfer. Both ends stay leased until it has returned (R7).
+    """
+
+    transfer: str
+    kind: str
+    layer: int
+    component: str
+    nbytes: int
+    run: Callable[[], int]
+
+
+class Copier(Protocol):
+    """Who executes copy orders; faults and delays are injected by wrapping it."""
+
+    def copy(self, order: CopyOrder) -> int:
+        """Execute the order on the calling stream worker; return the bytes moved."""
+        ...

@@ -1,0 +1,1 @@
+"""The Trio side: actors, streams, transfers, the scheduler and the engine."""
