@@ -1,0 +1,141 @@
+"""Log events of movement and of compute: ``transfer.*`` and ``step.*``."""
+
+from typing import Literal
+
+import msgspec
+
+from kvlease.protocols.event_base import Event, LayerRun, NormalEvent, PageRun, Tier
+
+
+class TransferPlan(Event, tag="transfer.plan", kw_only=True, gc=False):
+    """A movement was planned with both ends held (R7).
+
+    Attributes:
+        source, destination: pages in the same order; a tier each.
+        source_lease, destination_lease: shared and exclusive; held until the transfer ends.
+        tail_pages: destination pages whose tails move: the last one of a load (R5).
+        components: names of all components that move; a tail's only for ``tail_pages``.
+        nbytes: planned bytes, all layers and components.
+    """
+
+    transfer: int
+    direction: Literal["load", "store", "fetch", "flush", "send", "receive"]
+    source_tier: Tier
+    source: list[PageRun]
+    source_lease: int
+    destination_tier: Tier
+    destination: list[PageRun]
+    destination_lease: int
+    tail_pages: list[PageRun]
+    layers: LayerRun
+    components: list[str]
+    nbytes: int
+    deadline_ns: int
+    owner: str
+    request: int = 0
+
+
+class TransferRecord(Event, tag="transfer.record", kw_only=True, gc=False):
+    """The completion of these layers is recorded: readers may be ordered behind it (R2)."""
+
+    transfer: int
+    layers: LayerRun
+    components: list[str] = []
+    """Which components; empty means all of the plan's."""
+
+
+class TransferLayerDone(Event, tag="transfer.layer_done", kw_only=True, gc=False):
+    """The bytes of these layers are true; ``nbytes`` as counted, not as planned (R5)."""
+
+    transfer: int
+    layers: LayerRun
+    nbytes: int
+    components: list[str] = []
+
+
+class TransferDone(Event, tag="transfer.done", kw_only=True, gc=False):
+    """Everything planned arrived; both ends are let go."""
+
+    transfer: int
+    nbytes: int
+    elapsed_us: int = 0
+
+
+class TransferFail(NormalEvent, tag="transfer.fail", kw_only=True, gc=False):
+    """The movement ended without all its bytes; its readers recompute."""
+
+    transfer: int
+    reason: str
+    nbytes: int = 0
+
+
+class TransferRevoke(NormalEvent, tag="transfer.revoke", kw_only=True, gc=False):
+    """The movement was called off; its destination waits in quarantine (R6)."""
+
+    transfer: int
+    reason: str
+
+
+class TransferLate(NormalEvent, tag="transfer.late", kw_only=True, gc=False):
+    """The deadline passed while bytes were still moving; they may land, nobody reads them."""
+
+    transfer: int
+    owner: str
+
+
+class Opening(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Layers of one lease that a step opened, none before ``after_seq`` had been written."""
+
+    lease: int
+    layer: int
+    num_layers: int
+    after_seq: int
+
+
+class Stall(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """How long a step's compute really waited for one layer's component."""
+
+    lease: int
+    layer: int
+    component: str
+    wait_us: int
+
+
+class Row(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """One sequence in a step: rows of positions ``start .. start + count`` were written."""
+
+    request: int
+    lease: int
+    start: int
+    count: int
+    published: int = 0
+    """Output tokens that the step published for it."""
+
+
+class StepRead(Event, tag="step.read", kw_only=True, gc=False):
+    """A step has opened these layers of these leases; later steps may refer to it."""
+
+    step: int
+    opens: list[Opening]
+    stalls: list[Stall] = []
+
+
+class StepDone(Event, tag="step.done", kw_only=True, gc=False):
+    """A step's tokens were published: every completion it resolved is done (R2).
+
+    ``read`` is the step whose ``step.read`` names what this one opened.
+    """
+
+    step: int
+    read: int
+    rows: list[Row]
+    kind: Literal["prefill", "decode", "mixed"] = "decode"
+
+
+class StepDiscarded(NormalEvent, tag="step.discarded", kw_only=True, gc=False):
+    """A step published nothing, because a completion it had resolved failed (R2)."""
+
+    step: int
+    read: int
+    reason: str
+    transfers: list[int] = []
