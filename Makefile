@@ -28,7 +28,7 @@ check: $(VENV)/.dev ## set up, then lint, check formatting, types and the import
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/basedpyright
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.dev ## set up, then run the benchmarks, which print ratios measured in one run

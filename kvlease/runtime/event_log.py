@@ -15,7 +15,7 @@ This module does not know what the events mean.
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from os import PathLike, fspath
 from typing import BinaryIO, Literal, TypeAlias, final
@@ -34,6 +34,8 @@ FLUSH_BYTES = 1 << 16
 """A buffer of this size is handed to the writer at once (some 600 events)."""
 MAX_BYTES = 1 << 26
 """Events are dropped while this many bytes wait for the disk (some 600,000 events)."""
+LAST_WRITE_S = 30.0
+"""How long the writer may take over what is left when it is cancelled."""
 FLUSH_EVERY_S = 1.0
 """A quiet log still reaches its file after this time."""
 
@@ -102,6 +104,7 @@ class EventLog:
         self._buffer = bytearray()
         self._subscribers: list[Callable[[Event], None]] = []
         self._wake = trio.Event()
+        self._woken = False
         self._closed = False
         self._gap_from = 0
         self._lost = 0
@@ -172,7 +175,8 @@ class EventLog:
             buffer += b"\n"
         self._encode_into(event, buffer, -1)
         buffer += b"\n"
-        if len(buffer) >= FLUSH_BYTES:
+        if len(buffer) >= FLUSH_BYTES and not self._woken:
+            self._woken = True
             self._wake.set()
 
     async def run(self) -> None:
@@ -185,10 +189,10 @@ class EventLog:
             while True:
                 with trio.move_on_after(self._flush_every_s):
                     await self._wake.wait()
-                self._wake = trio.Event()
+                self._wake, self._woken = trio.Event(), False
                 await self._write_out()
         finally:
-            with trio.CancelScope(shield=True):
+            with trio.move_on_after(LAST_WRITE_S, shield=True):
                 await self._write_out()
 
     async def _write_out(self) -> None:
@@ -238,7 +242,9 @@ class EventLog:
 
 
 @contextmanager
-def open_event_log(path: str | PathLike[str] | None, level: Level = "audit") -> Iterator[EventLog]:
+def open_event_log(
+    path: str | PathLike[str] | None, level: Level = "audit"
+) -> Generator[EventLog, None, None]:
     """Open a log on a file, or one without a file, and close it at the end of the block.
 
     Raises:
