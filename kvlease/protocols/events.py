@@ -57,6 +57,7 @@ from kvlease.protocols.event_work import (
     TransferRecord,
     TransferRevoke,
 )
+from kvlease.protocols.schema import Schema
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -106,6 +107,7 @@ __all__ = [
     "TransferRecord",
     "TransferRevoke",
     "Usage",
+    "component_facts",
     "current_actor",
     "runs_of",
 ]
@@ -118,6 +120,25 @@ class ComponentFacts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     kind: Literal["span", "tail"]
     layers: list[int]
     nbytes: int
+
+
+def component_facts(schema: Schema) -> list[ComponentFacts]:
+    """List a schema's components as the head of a log states them, one entry a component and size.
+
+    A component whose bytes differ between layers (a heavily-compressed layer's latent rows are
+    fewer than a sparse one's) gets one entry for each size.
+    """
+    sizes: dict[tuple[str, Literal["span", "tail"], int], list[int]] = {}
+    for layer in schema.layers:
+        for span in layer.spans:
+            nbytes = schema.rows_per_page(span) * span.format.nbytes
+            sizes.setdefault((span.name, "span", nbytes), []).append(layer.id)
+        for tail in layer.tails:
+            sizes.setdefault((tail.name, "tail", tail.kept_nbytes), []).append(layer.id)
+    return [
+        ComponentFacts(name=name, kind=kind, layers=layers, nbytes=nbytes)
+        for (name, kind, nbytes), layers in sizes.items()
+    ]
 
 
 class LogOpen(NormalEvent, tag="log.open", kw_only=True, gc=False):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvlease.protocols import events
 from kvlease.protocols.events import AnyEvent, Event, PageSeal, RequestFinished, Row, StepDone
+from kvlease.protocols.geometries import V4Geometry, deepseek_v4_schema
 
 EVENT_TYPES: tuple[type[Event], ...] = typing.get_args(AnyEvent)
 FAMILIES = {"log", "request", "page", "lease", "transfer", "step", "actor"}
@@ -110,3 +111,15 @@ def test_runs_unfold_to_the_same_pages(pairs: list[tuple[int, int]]) -> None:
     assert [(first + i, epoch) for first, n, epoch in runs for i in range(n)] == pairs
     for (a, n, e), (b, _, f) in itertools.pairwise(runs):
         assert (a + n, e) != (b, f), "neighbours of one epoch belong in one run"
+
+
+def test_the_head_states_every_component_of_a_schema() -> None:
+    """A checker recomputes planned bytes from the head, so the head has to add up."""
+    geometry = V4Geometry(("sliding", "sparse", "heavy", "sparse"), 32, 8, 16, 24)
+    schema = deepseek_v4_schema(geometry, 128, "float32", "same", "bf16")
+    facts = events.component_facts(schema)
+    assert {f.name for f in facts} == set(schema.component_names())
+    spans = sum(f.nbytes * len(f.layers) for f in facts if f.kind == "span")
+    tails = sum(f.nbytes * len(f.layers) for f in facts if f.kind == "tail")
+    assert (spans, tails) == (schema.page_nbytes, schema.tail_nbytes)
+    assert [f.layers for f in facts if f.name == "latent"] == [[1, 3], [2]]
