@@ -1,1 +1,4 @@
-"""Compute: one operation a file, the views that open rows, and the models."""
+"""Compute: plain torch twins of every operation, the views that open rows, and the models.
+
+Nothing here knows Trio, pools or requests; a kernel sees packed rows, handles and numbers.
+"""

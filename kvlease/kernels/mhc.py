@@ -1,0 +1,116 @@
+"""Manifold-constrained hyper-connections: S residual streams, mixed around every block.
+
+A block reads a weighted sum of the streams and writes back to all of them while they mix by a
+doubly stochastic matrix. Knows nothing of what a block computes.
+"""
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from kvlease.kernels.activations import sigmoid
+from kvlease.kernels.linear import linear
+from kvlease.kernels.norms import accumulate_dtype, rms_normalize
+from kvlease.kernels.tiling import Tiling
+
+
+@frozen
+class MixerWeights:
+    """Weights of one mixer: projection [M, S * D], scale [M] (spread per output), base [M].
+
+    M is S * (2 + S) for a block (pre, post, comb), or S for the head, which only reads.
+    float32, or float64 in a float64 model.
+    """
+
+    projection: Tensor
+    scale: Tensor
+    base: Tensor
+
+
+@frozen
+class Mixing:
+    """How a block's output returns to the streams: post [N, S], comb [N, S, S]."""
+
+    post: Tensor
+    comb: Tensor
+
+
+@frozen
+class MixerNumbers:
+    """Constants shared by all mixers of a model."""
+
+    streams: int
+    sinkhorn_iterations: int
+    eps: float
+    norm_eps: float
+
+
+def _mixes(streams: Tensor, weights: MixerWeights, numbers: MixerNumbers, tiling: Tiling) -> Tensor:
+    """Return projection(normalised streams) * scale + base, [N, M]."""
+    wide = streams.flatten(1).to(accumulate_dtype(streams.dtype))
+    mixed = linear(rms_normalize(wide, numbers.norm_eps), weights.projection, tiling)
+    return mixed.mul_(weights.scale).add_(weights.base)
+
+
+def sinkhorn(positive: Tensor, iterations: int, eps: float) -> Tensor:
+    """Return positive matrices made nearly doubly stochastic: columns, then (rows, columns) again.
+
+    Shapes: positive [N, S, S]; result likewise. ``eps`` is added to every sum divided by.
+    """
+    size = positive.shape[1]
+    ones, same = positive.new_ones((size, size)), torch.eye(size, dtype=positive.dtype)
+    # flat [N, S * S] times a 0/1 matrix gives every entry the sum of its own column (or row), so a
+    # half iteration is one product and one division
+    column_sums, row_sums = torch.kron(ones, same), torch.kron(same, ones)
+    floor = positive.new_full((size * size,), eps)
+    flat = positive.flatten(1).clone()
+    sums = torch.empty_like(flat)
+    torch.addmm(floor, flat, column_sums, out=sums)
+    flat.div_(sums)
+    for _ in range(iterations - 1):
+        torch.addmm(floor, flat, row_sums, out=sums)
+        flat.div_(sums)
+        torch.addmm(floor, flat, column_sums, out=sums)
+        flat.div_(sums)
+    return flat.view_as(positive)
+
+
+def enter_block(
+    streams: Tensor, weights: MixerWeights, numbers: MixerNumbers, tiling: Tiling
+) -> tuple[Tensor, Mixing]:
+    """Return the block's input and how its output goes back.
+
+    Shapes: streams [N, S, D]; input [N, D] in the streams' dtype.
+    Source: DeepSeek-V4's mHC (KERNELS.md 1).
+    """
+    size = numbers.streams
+    mixes = _mixes(streams, weights, numbers, tiling)
+    gates = sigmoid(mixes[:, : 2 * size].contiguous())
+    square = mixes[:, 2 * size :].reshape(-1, size, size)
+    comb = sinkhorn(square.softmax(dim=2).add_(numbers.eps), numbers.sinkhorn_iterations, numbers.eps)
+    entered = _weighted_sum(gates[:, :size] + numbers.eps, streams)
+    return entered, Mixing(gates[:, size:] * 2.0, comb)
+
+
+def leave_block(streams: Tensor, output: Tensor, mixing: Mixing) -> Tensor:
+    """Return the streams after a block: post_s * output + sum_t comb[t, s] * stream_t.
+
+    Shapes: streams [N, S, D]; output [N, D]; result [N, S, D] in the streams' dtype.
+    """
+    wide = mixing.comb.dtype
+    added = mixing.post.unsqueeze(2) * output.to(wide).unsqueeze(1)
+    mixed = torch.baddbmm(added, mixing.comb.transpose(1, 2), streams.to(wide))
+    return mixed.to(streams.dtype)
+
+
+def read_head(
+    streams: Tensor, weights: MixerWeights, numbers: MixerNumbers, tiling: Tiling
+) -> Tensor:
+    """Return the streams' final weighted sum, [N, D] in their dtype. Shapes: streams [N, S, D]."""
+    pre = sigmoid(_mixes(streams, weights, numbers, tiling)).add_(numbers.eps)
+    return _weighted_sum(pre, streams)
+
+
+def _weighted_sum(weights: Tensor, streams: Tensor) -> Tensor:
+    wide = streams.to(weights.dtype)
+    return torch.bmm(weights.unsqueeze(1), wide).squeeze(1).to(streams.dtype)

@@ -1,0 +1,142 @@
+"""DeepSeek-V4 as a `ModelRunner`: one launch to begin, one a layer, one to finish.
+
+Awaits leases without knowing which event loop runs them, and never holds a row itself.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import final
+
+import torch
+from attrs import frozen
+
+from kvlease.errors import UsageError
+from kvlease.kernels.models.config import V4Config
+from kvlease.kernels.models.config_file import read_config
+from kvlease.kernels.models.embedded import EMBEDDED_CONFIG, RandomTensors
+from kvlease.kernels.models.loader import Checkpoint
+from kvlease.kernels.models.step_run import StepRun, TokensDrawn
+from kvlease.kernels.models.weights import ModelWeights, build_weights
+from kvlease.kernels.selftest import require_row_invariance
+from kvlease.kernels.tiling import EXACT, FAST, Tiling
+from kvlease.protocols.geometries import ComputeDtype, StoreFormat, deepseek_v4_schema
+from kvlease.protocols.ownership import StepLease
+from kvlease.protocols.ports import StepInput, Stream
+from kvlease.protocols.schema import HeavyLayer, Schema, SlidingLayer, SparseLayer
+
+_DTYPES: dict[ComputeDtype, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@frozen
+class ModelOptions:
+    """How to run a model: dtype, cached row formats, page size in tokens, exactness."""
+
+    dtype: ComputeDtype = "float32"
+    kv_format: StoreFormat = "same"
+    index_k_format: StoreFormat = "same"
+    page_tokens: int = 256
+    exact: bool = True
+
+
+@final
+class DeepseekV4:
+    """A `ModelRunner`. Holds weights; cached state is reached through the leases of each step."""
+
+    def __init__(
+        self, config: V4Config, weights: ModelWeights, fingerprint: str, options: ModelOptions
+    ) -> None:
+        """Take the weights. Raises ConfigError when the page size or the dtype cannot work."""
+        self.config = config
+        self.tiling: Tiling = EXACT if options.exact else FAST
+        self._weights = weights
+        self._dtype = _DTYPES[options.dtype]
+        self._fingerprint = fingerprint
+        self._schema = deepseek_v4_schema(
+            config.geometry,
+            options.page_tokens,
+            options.dtype,
+            options.kv_format,
+            options.index_k_format,
+        )
+        if options.exact:
+            require_row_invariance(self._dtype)
+
+    @property
+    def schema(self) -> Schema:
+        """The cached state this model keeps."""
+        return self._schema
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are 0 .. vocab_size - 1."""
+        return self.config.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        """The longest sequence, prompt and answer together, in tokens."""
+        return self.config.max_positions
+
+    @property
+    def eos_tokens(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return self.config.eos_tokens
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of weights and geometry."""
+        return self._fingerprint
+
+    async def forward(self, inputs: StepInput, lease: StepLease, stream: Stream) -> TokensDrawn:
+        """Launch one step on the stream, awaiting one layer's lease at a time.
+
+        Ownership: borrows the lease and the inputs until the stream's work is done; rows are
+        written only through the lease.
+        Checkpoints: only where a layer's lease waits. Cancelled: what was launched still runs.
+        Raises:
+            TransferFailed: a layer's transfer failed; discard the step.
+            UsageError: a step without sequences, or a sequence without tokens.
+        """
+        if not inputs.sequences or not all(len(part.tokens) for part in inputs.sequences):
+            raise UsageError("a step needs at least one sequence, and each at least one token")
+        run = StepRun(self.config, self._weights, self._dtype, self.tiling, inputs)
+        stream.launch(run.begin)
+        for layer in self._schema.layers:
+            match layer:
+                case SlidingLayer():
+                    sliding = await lease[layer].resolve(stream)
+                    stream.launch(partial(run.layer, layer, sliding))
+                case SparseLayer():
+                    sparse = await lease[layer].resolve(stream)
+                    stream.launch(partial(run.layer, layer, sparse))
+                case HeavyLayer():
+                    heavy = await lease[layer].resolve(stream)
+                    stream.launch(partial(run.layer, layer, heavy))
+                case _:
+                    raise UsageError(f"{type(layer).__name__} is no layer of this model")
+        stream.launch(run.finish)
+        return run.result
+
+
+def load_model(folder: Path | None, options: ModelOptions, seed: int = 0) -> DeepseekV4:
+    """Return the model of a checkpoint folder, or the embedded one where ``folder`` is None.
+
+    ``seed`` chooses the embedded model's weights.
+    Raises:
+        ModelLoadError: the checkpoint cannot be used; the sentence names file and key or tensor.
+        ConfigError: the page size does not fit, or exactness cannot be had on this machine.
+    """
+    dtype = _DTYPES[options.dtype]
+    if folder is None:
+        source = RandomTensors(EMBEDDED_CONFIG, seed)
+        weights = build_weights(EMBEDDED_CONFIG, source, dtype)
+        return DeepseekV4(EMBEDDED_CONFIG, weights, source.fingerprint(), options)
+    config = read_config(folder)
+    with Checkpoint(folder, config) as checkpoint:
+        weights = build_weights(config, checkpoint, dtype)
+        return DeepseekV4(config, weights, checkpoint.fingerprint(), options)
+
+

@@ -1,0 +1,139 @@
+"""One step on a stream: the state that travels from launch to launch, and the result it leaves.
+
+Every method runs on the stream's worker, in order; none knows how the leases were resolved.
+"""
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from kvlease.errors import UsageError
+from kvlease.kernels.linear import linear
+from kvlease.kernels.mhc import enter_block, leave_block, read_head
+from kvlease.kernels.models.attention_block import (
+    AttentionContext,
+    StepRotations,
+    StepView,
+    attend,
+)
+from kvlease.kernels.models.config import V4Config
+from kvlease.kernels.models.moe_block import mix
+from kvlease.kernels.models.weights import ModelWeights
+from kvlease.kernels.norms import accumulate_dtype, rms_norm
+from kvlease.kernels.sampling import sample_tokens
+from kvlease.kernels.step_plan import StepPlan
+from kvlease.kernels.tiling import Tiling, pad_rows
+from kvlease.protocols.ports import SampledToken, StepInput
+from kvlease.protocols.schema import AnyLayer
+
+
+@final
+class TokensDrawn:
+    """A `StepResult`: what the step drew, once the stream's work is done."""
+
+    __slots__ = ("_tokens", "logits")
+
+    def __init__(self) -> None:
+        """Empty until the step's last launch has run."""
+        self._tokens: list[list[SampledToken]] | None = None
+        self.logits: Tensor | None = None
+
+    def fill(self, tokens: list[list[SampledToken]], logits: Tensor | None) -> None:
+        """Leave the result; called once, on the stream's worker."""
+        self._tokens = tokens
+        self.logits = logits
+
+    def tokens(self) -> Sequence[Sequence[SampledToken]]:
+        """Return per sequence the tokens drawn.
+
+        Raises:
+            UsageError: the step's work has not ended; wait for its completion first.
+        """
+        if self._tokens is None:
+            raise UsageError("the step is still running; wait for its completion first")
+        return self._tokens
+
+
+@final
+class StepRun:
+    """The hidden state of one step and how each launch advances it."""
+
+    def __init__(
+        self,
+        config: V4Config,
+        weights: ModelWeights,
+        dtype: torch.dtype,
+        tiling: Tiling,
+        inputs: StepInput,
+    ) -> None:
+        """Borrows weights and inputs until the step's last launch has run."""
+        self._config = config
+        self._weights = weights
+        self._dtype = dtype
+        self._tiling = tiling
+        self._inputs = inputs
+        self._context: AttentionContext | None = None
+        self._streams: Tensor | None = None
+        self.result = TokensDrawn()
+
+    @torch.inference_mode()
+    def begin(self) -> None:
+        """Lay out the rows and embed their tokens into all residual streams."""
+        sequences = self._inputs.sequences
+        plan = StepPlan(
+            [part.start for part in sequences], [part.tokens for part in sequences], self._tiling
+        )
+        rotations = StepRotations(self._config, plan, accumulate_dtype(self._dtype))
+        self._context = AttentionContext(self._config, plan, rotations, self._dtype)
+        embedded = self._weights.embed.index_select(0, plan.tokens)
+        self._streams = embedded.unsqueeze(1).repeat(1, self._config.streams, 1)
+
+    @torch.inference_mode()
+    def layer(self, layer: AnyLayer, view: StepView) -> None:
+        """Run one layer: attention, then experts, each between entering and leaving the streams."""
+        ctx, streams = self._state()
+        config, weights, tiling = self._config, self._weights.layers[layer.id], self._tiling
+        entered, mixing = enter_block(streams, weights.attn_mixer, config.mixer, tiling)
+        hidden = rms_norm(entered, weights.attn_norm, config.norm_eps)
+        output = attend(hidden, weights.attention, layer, view, ctx)
+        streams = leave_block(streams, output, mixing)
+        entered, mixing = enter_block(streams, weights.ffn_mixer, config.mixer, tiling)
+        hidden = rms_norm(entered, weights.ffn_norm, config.norm_eps)
+        output = mix(hidden, ctx.plan.tokens, weights.moe, config, tiling)
+        self._streams = leave_block(streams, output, mixing)
+
+    @torch.inference_mode()
+    def finish(self) -> None:
+        """Compute logits of the rows asked for, draw tokens, and drop the hidden state."""
+        ctx, streams = self._state()
+        sequences = self._inputs.sequences
+        asked = [b for b, part in enumerate(sequences) if part.sample is not None]
+        tokens: list[list[SampledToken]] = [[] for _ in sequences]
+        logits: Tensor | None = None
+        if asked:
+            rows = torch.from_numpy(ctx.plan.last_rows[asked])
+            logits = self._logits(streams.index_select(0, rows))
+            how = [s for part in sequences if (s := part.sample) is not None]
+            places = [sequences[b].start + len(sequences[b].tokens) for b in asked]
+            drawn = sample_tokens(logits, how, places, digests=self._inputs.digests)
+            for b, token in zip(asked, drawn, strict=True):
+                tokens[b].append(token)
+        self._streams = self._context = None
+        self.result.fill(tokens, logits)
+
+    def _logits(self, streams: Tensor) -> Tensor:
+        """Return logits [S, V] of streams [S, streams, hidden], in the accumulating dtype."""
+        config, weights, tiling = self._config, self._weights, self._tiling
+        count = len(streams)
+        padded = pad_rows(streams, tiling.round_rows(count))
+        read = read_head(padded, weights.head_mixer, config.mixer, tiling)
+        hidden = rms_norm(read, weights.norm, config.norm_eps)
+        logits = linear(hidden, weights.head, tiling)[:count]
+        return logits.to(accumulate_dtype(self._dtype)).contiguous()
+
+    def _state(self) -> tuple[AttentionContext, Tensor]:
+        if self._context is None or self._streams is None:
+            raise UsageError("the step's launches ran out of order: begin() comes first")
+        return self._context, self._streams

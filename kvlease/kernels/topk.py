@@ -1,0 +1,31 @@
+"""Choosing the k best keys of each row, the same ones on every machine and in every batch."""
+
+import torch
+from torch import Tensor
+
+
+def select_topk(scores: Tensor, visible: Tensor, k: int) -> Tensor:
+    """Return the positions of each row's k highest scores, in position order, then -1.
+
+    Shapes: scores [N, L], any float dtype, finite where visible; visible [N] int64, row n sees
+    keys 0 .. visible[n] - 1; result [N, k] int64. Where fewer than k keys are visible, all of
+    them are chosen and the rest of the row is -1. Scores of unseen keys may be anything.
+
+    Equal scores: the lower position wins (relu makes exact zeros, so ties are common).
+    """
+    num_rows, num_keys = scores.shape
+    slots = torch.arange(k)
+    if num_keys <= k:
+        return torch.where(slots < visible.unsqueeze(1), slots, -1)
+    positions = torch.arange(num_keys)
+    unseen = positions >= visible.unsqueeze(1)
+    seen = scores.masked_fill(unseen, -torch.inf)
+    bar = torch.topk(seen, k, dim=1, sorted=True).values[:, -1:]
+    above = seen > bar
+    level = seen == bar
+    # of the keys level with the k-th best, the lowest positions fill what is left of k
+    room = k - above.sum(dim=1, keepdim=True)
+    chosen = above | (level & (level.cumsum(dim=1) <= room))
+    # exactly k a row, so the row-major list of chosen positions is [N, k] in position order
+    picked = chosen.nonzero()[:, 1].view(num_rows, k)
+    return torch.where(picked < visible.unsqueeze(1), picked, -1)

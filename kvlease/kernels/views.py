@@ -1,0 +1,185 @@
+# pyright: reportPrivateUsage=false
+# Handles keep their memory private; this module is the one that may open them.
+"""The one place where rows are opened.
+
+Every opening compares the handle's epoch with its cell, so a handle kept past its lease yields
+nothing; every write compares with the floor below which pages are sealed. What rows mean, and how
+they are encoded, is the kernels' business.
+"""
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from kvlease.errors import LayoutMismatch, SealedPage, StaleEpoch
+from kvlease.protocols.views import OpenRows, PagedRows, SelectedRows, SlotRows
+
+Handle = PagedRows | OpenRows | SlotRows
+
+
+def check_epoch(handle: Handle) -> None:
+    """Raise StaleEpoch unless the right under which the handle was made still stands."""
+    if handle._epoch != handle._cell.epoch:
+        raise StaleEpoch(
+            f"rows of {handle.component} were opened after their lease had ended"
+            f" (generation {handle._epoch}, now {handle._cell.epoch});"
+            " resolve the layer again under a live lease"
+        )
+
+
+class RowIndex:
+    """Memo of row addresses for one step: layers share page tables, so one translation serves all.
+
+    Keeps what it was given alive, so that identities stay distinct; drop it with the step.
+    """
+
+    __slots__ = ("_memo",)
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._memo: dict[tuple[int, ...], tuple[Tensor, tuple[object, ...]]] = {}
+
+    def flat(self, table: Tensor, sequences: Tensor, rows: Tensor, rows_per_page: int) -> Tensor:
+        """Return page * rows_per_page + offset of each row.
+
+        Shapes: table [B, P]; sequences [...] and rows [...] int64, of one shape or broadcast
+        together; result of that shape.
+        """
+        key = (id(table), id(sequences), id(rows), rows_per_page)
+        found = self._memo.get(key)
+        if found is None:
+            value = _flat_rows(table, sequences, rows, rows_per_page)
+            found = self._memo[key] = value, (table, sequences, rows)
+        return found[0]
+
+    def above_floor(self, floor: Tensor, sequences: Tensor, rows: Tensor) -> bool:
+        """Return whether every row lies at or above its sequence's floor."""
+        key = (id(floor), id(sequences), id(rows))
+        found = self._memo.get(key)
+        if found is None:
+            value = (rows >= floor[sequences]).all()
+            found = self._memo[key] = value, (floor, sequences, rows)
+        return bool(found[0])
+
+
+def _flat_rows(table: Tensor, sequences: Tensor, rows: Tensor, rows_per_page: int) -> Tensor:
+    pages = table[sequences, torch.div(rows, rows_per_page, rounding_mode="floor")]
+    return pages * rows_per_page + rows % rows_per_page
+
+
+def read_rows(handle: PagedRows, sequences: Tensor, rows: Tensor, index: RowIndex) -> Tensor:
+    """Return stored rows by number.
+
+    Ownership: the result is a copy. Shapes: sequences and rows int64, broadcast together to [...];
+    every row must be one that the sequence's page table covers; result [..., *row].
+    Raises:
+        StaleEpoch: the right behind the handle has ended.
+    """
+    check_epoch(handle)
+    base = cast("Tensor", handle._base)
+    table = cast("Tensor", handle._table)
+    return _take(base.flatten(0, 1), index.flat(table, sequences, rows, handle.rows_per_page))
+
+
+def _take(rows: Tensor, flat: Tensor) -> Tensor:
+    return rows.index_select(0, flat.flatten()).view(*flat.shape, *rows.shape[1:])
+
+
+def read_selected(selected: SelectedRows, sequences: Tensor) -> Tensor:
+    """Return the rows chosen per query; where none was chosen (-1), the sequence's row 0.
+
+    A query that sees any row sees row 0, so what fills the unused places is never foreign; a query
+    that sees none gets whatever lies there, and the caller must clear it.
+    Shapes: selected.chosen [N, K]; sequences [N, 1]; result [N, K, *row].
+    Raises:
+        StaleEpoch: the right behind the handle has ended.
+    """
+    handle = selected.rows
+    check_epoch(handle)
+    base = cast("Tensor", handle._base)
+    table = cast("Tensor", handle._table)
+    rows = cast("Tensor", selected.chosen).clamp(min=0)
+    return _take(base.flatten(0, 1), _flat_rows(table, sequences, rows, handle.rows_per_page))
+
+
+def write_rows(
+    handle: OpenRows, sequences: Tensor, rows: Tensor, stored: Tensor, index: RowIndex
+) -> None:
+    """Write encoded rows at the given row numbers.
+
+    Ownership: the caller holds the sequences' open pages through the handle. Shapes: sequences and
+    rows [G] int64, no pair twice; stored [G, *row].
+    Raises:
+        StaleEpoch: the right behind the handle has ended.
+        SealedPage: a row lies below its sequence's floor.
+        LayoutMismatch: dtype or row shape differ from the pool's.
+    """
+    check_epoch(handle)
+    base = cast("Tensor", handle._base)
+    table = cast("Tensor", handle._table)
+    floor = cast("Tensor", handle._floor)
+    _check_layout(handle.component, base, stored)
+    if not index.above_floor(floor, sequences, rows):
+        raise SealedPage(
+            f"a row of {handle.component} below the open page was to be written;"
+            " sealed pages never change"
+        )
+    flat = index.flat(table, sequences, rows, handle.rows_per_page)
+    base.view(-1, *base.shape[2:]).index_copy_(0, flat, stored)
+
+
+def ring_rows(handle: SlotRows) -> int:
+    """Return how many positions a ring of this component holds."""
+    return cast("Tensor", handle._base).shape[1]
+
+
+def read_rings(handle: SlotRows, sequences: Tensor) -> Tensor:
+    """Return whole rings of the given sequences; a copy.
+
+    Shapes: sequences [M] int64; result [M, ring_rows, width].
+    Raises:
+        StaleEpoch: the right behind the handle has ended.
+    """
+    check_epoch(handle)
+    base = cast("Tensor", handle._base)
+    slots = cast("Tensor", handle._slots)
+    return base.index_select(0, slots[sequences])
+
+
+def read_ring_rows(handle: SlotRows, sequences: Tensor, places: Tensor) -> Tensor:
+    """Return ring rows by place (position % ring_rows); a copy.
+
+    Shapes: sequences and places int64, broadcast together to [...]; result [..., width].
+    Raises:
+        StaleEpoch: the right behind the handle has ended.
+    """
+    check_epoch(handle)
+    base = cast("Tensor", handle._base)
+    slots = cast("Tensor", handle._slots)
+    flat = slots[sequences] * base.shape[1] + places
+    return _take(base.flatten(0, 1), flat)
+
+
+def write_ring_rows(handle: SlotRows, sequences: Tensor, places: Tensor, rows: Tensor) -> None:
+    """Write ring rows by place (position % ring_rows).
+
+    Shapes: sequences and places [M] int64, no pair twice; rows [M, width].
+    Raises:
+        StaleEpoch: the right behind the handle has ended.
+        LayoutMismatch: dtype or width differ from the pool's.
+    """
+    check_epoch(handle)
+    base = cast("Tensor", handle._base)
+    slots = cast("Tensor", handle._slots)
+    _check_layout(handle.component, base, rows)
+    flat = slots[sequences] * base.shape[1] + places
+    base.view(-1, base.shape[2]).index_copy_(0, flat, rows)
+
+
+def _check_layout(component: str, base: Tensor, rows: Tensor) -> None:
+    if base.dtype != rows.dtype or base.shape[2:] != rows.shape[1:]:
+        raise LayoutMismatch(
+            f"{component}: rows of {rows.dtype} {tuple(rows.shape[1:])} were to be written into a"
+            f" pool of {base.dtype} {tuple(base.shape[2:])}"
+        )
