@@ -1,0 +1,326 @@
+"""One transfer: many copies, one completion per (layer, component), joined per layer and in all.
+
+A transfer has two ends that are not the same. It *ends* when its bytes are true, or when it is
+known that they will not be: readers go on. It *settles* when every copy that began has really
+returned: only then may others touch the pages at its ends (R6). This module does not know who runs
+the copies, nor what the pages are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import final
+
+from kvlease.errors import UsageError
+from kvlease.protocols.machines import CopyEvent
+from kvlease.protocols.ports import Clock, CompletionState, Copier
+from kvlease.runtime.clock import MonotonicClock
+from kvlease.runtime.completions import (
+    BAD_STATES,
+    FINAL_STATES,
+    CompletionBase,
+    CpuCompletion,
+    JointCompletion,
+    Problem,
+    fire,
+)
+from kvlease.runtime.transfer_plan import LayerTiming, TransferObserver, TransferPlan
+from kvlease.runtime.wake import Hook
+from kvlease.units import LayerId
+
+
+@final
+class _LayerCompletion(JointCompletion):
+    """The joint completion of one layer's components, which tells the transfer of its steps."""
+
+    __slots__ = ("_transfer", "is_empty", "layer")
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        layer: LayerId,
+        parts: tuple[CpuCompletion, ...],
+        lock: threading.Lock,
+    ) -> None:
+        self._transfer = transfer
+        self.layer = layer
+        self.is_empty = layer in transfer.plan.empty_layers
+        super().__init__(f"{transfer.name} layer {layer}", parts, lock)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.copy.done_nbytes for part in self.parts)
+
+    def _entering(self, state: CompletionState, part: CpuCompletion) -> None:
+        self._transfer._layer_entering(self, state, part)
+
+    def _entered(self, state: CompletionState, part: CpuCompletion, due: list[Hook]) -> None:
+        self._transfer._layer_entered(state, part, due)
+
+
+@final
+class Transfer(CompletionBase):
+    """A transfer in being; itself the completion of all its layers (a whole-object reader's wait).
+
+    Implements `ownership.PendingTransfer`. Ownership: holds the plan's leases until `release`,
+    which whoever runs the transfer calls once it has settled. The first copy that goes wrong ends
+    the transfer: what has not arrived by then never counts; layers that are DONE stay so.
+    """
+
+    __slots__ = (
+        "_clock", "_done_at", "_layers", "_observer", "_parts", "_recorded_at",
+        "_released", "_running", "_settled", "_unfinished", "_unrecorded", "observer_error",
+        "plan", "planned_at",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        *,
+        clock: Clock | None = None,
+        observer: TransferObserver | None = None,
+    ) -> None:
+        """Plan it, on the Trio thread or without Trio.
+
+        A plan with no copies, or with a layer that has none and is not empty by construction, is
+        FAILED and settled at once (R2): nothing never passes for something.
+        """
+        super().__init__(plan.name)
+        self.plan = plan
+        self.observer_error: Exception | None = None
+        self._observer = observer
+        self._clock = clock or MonotonicClock()
+        self.planned_at = self._clock.now()
+        self._recorded_at: list[float | None] = [None] * plan.num_layers
+        self._done_at: list[float | None] = [None] * plan.num_layers
+        self._running = 0
+        self._released = False
+        self._settled = CpuCompletion(f"settling of {plan.name}", lock=self._lock)
+        self._settled.set_recorded()
+        self._tell(lambda to: to.planned(self))
+        self._parts = tuple(
+            CpuCompletion(
+                f"{plan.name} layer {order.layer} {order.component}", order.nbytes, self._lock
+            )
+            for order in plan.copies
+        )
+        self._layers = self._join()
+        self._unrecorded = self._unfinished = plan.num_layers
+        self._start()
+
+    def _join(self) -> tuple[_LayerCompletion, ...]:
+        parts: list[list[CpuCompletion]] = [[] for _ in range(self.plan.num_layers)]
+        for order, part in zip(self.plan.copies, self._parts, strict=True):
+            parts[order.layer].append(part)
+        for layer in self.plan.empty_layers:
+            # One part of no bytes, finished at the start: DONE by the machine, not by exception.
+            parts[layer].append(CpuCompletion(f"{self.name} layer {layer}", 0, self._lock))
+        return tuple(
+            _LayerCompletion(self, LayerId(layer), tuple(mine), self._lock)
+            for layer, mine in enumerate(parts)
+        )
+
+    def _start(self) -> None:
+        unplanned = [int(layer.layer) for layer in self._layers if not layer.parts]
+        if unplanned or not self._parts:
+            where = f"layers {unplanned}" if unplanned else "any layer"
+            self.fail(f"{self.name} plans no bytes for {where}, so it cannot make any true")
+            return
+        for layer in self.plan.empty_layers:
+            for part in self._layers[layer].parts:
+                part.set_recorded()
+                part.finish(0)
+
+    def layer_completion(self, layer: LayerId) -> CompletionBase:
+        """Return the completion of one layer, all its components together."""
+        return self._layers[layer]
+
+    def parts(self, layer: int, component: str) -> tuple[CpuCompletion, ...]:
+        """Return the completions of one component of one layer, in the order of their copies."""
+        return tuple(
+            part
+            for order, part in zip(self.plan.copies, self._parts, strict=True)
+            if (order.layer, order.component) == (layer, component)
+        )
+
+    @property
+    def bytes_done(self) -> int:
+        """Bytes that arrived in time, over all components."""
+        return sum(part.copy.done_nbytes for part in self._parts)
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the deadline; negative once it has passed."""
+        return self.planned_at + self.plan.deadline_s - self._clock.now()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no copy is running and none will begin."""
+        return self._settled.state in FINAL_STATES
+
+    def timings(self) -> tuple[LayerTiming, ...]:
+        """Return when each layer was recorded and done."""
+        return tuple(
+            LayerTiming(layer, self._since(recorded), self._since(done))
+            for layer, (recorded, done) in enumerate(
+                zip(self._recorded_at, self._done_at, strict=True)
+            )
+        )
+
+    def _since(self, at: float | None) -> float | None:
+        return None if at is None else at - self.planned_at
+
+    async def wait_settled(self) -> None:
+        """Wait until every copy that began has really returned, however the transfer ended.
+
+        Checkpoints: only if it waits; if cancelled nothing changes. Raises nothing.
+        """
+        await self._settled.wait_final()
+
+    def on_settled(self, hook: Hook) -> bool:
+        """Call ``hook`` once when settled, on the thread that saw it; False if it is already."""
+        return self._settled.on_final(hook)
+
+    def release(self) -> None:
+        """Close the leases at both ends, exactly once; on the Trio thread.
+
+        Raises UsageError while a copy may still touch the pages (R6).
+        """
+        if not self.is_settled:
+            raise UsageError(f"{self.name} is still moving; await wait_settled() before release()")
+        if not self._released:
+            self._released = True
+            for hold in reversed(self.plan.holds):
+                hold.close()
+
+    def record_layer(self, layer: int) -> None:
+        """Say that the copies of a layer are in their stream's order.
+
+        Parts that a worker has begun meanwhile are recorded already; being run proves the order.
+        """
+        due: list[Hook] = []
+        with self._lock:
+            for part in self._layers[layer].parts:
+                if part.state is CompletionState.PLANNED:
+                    part._step(CopyEvent.RECORD, 0, None, due)
+        fire(due)
+
+    def run_copy(self, index: int, copier: Copier) -> None:
+        """Execute one copy of the plan on the calling stream worker; skip it if all is over.
+
+        Never raises for the copy's sake: what goes wrong ends the transfer.
+        """
+        part = self._parts[index]
+        if not self._begin(part):
+            return
+        try:
+            part.finish(copier.copy(self.plan.copies[index]))
+        except BaseException as error:
+            part.fail(error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._returned()
+
+    def _begin(self, part: CpuCompletion) -> bool:
+        due: list[Hook] = []
+        with self._lock:
+            if self.state in FINAL_STATES:
+                return False
+            self._running += 1
+            if part.state is CompletionState.PLANNED:
+                part._step(CopyEvent.RECORD, 0, None, due)
+        fire(due)
+        return True
+
+    def _returned(self) -> None:
+        due: list[Hook] = []
+        with self._lock:
+            self._running -= 1
+            self._settle_if_over(due)
+        fire(due)
+
+    def fail(self, cause: BaseException | str, reason: str = "failed") -> bool:
+        """End it FAILED; returns False if it had ended before, whichever way."""
+        return self._end(CopyEvent.FAIL, Problem.of(self.name, cause, reason))
+
+    def revoke(self, message: str | None = None) -> bool:
+        """End it REVOKED; returns False if it had ended before, whichever way."""
+        problem = Problem(message or f"{self.name} was revoked", "revoked")
+        return self._end(CopyEvent.REVOKE, problem)
+
+    def _end(self, event: CopyEvent, problem: Problem) -> bool:
+        due: list[Hook] = []
+        with self._lock:
+            if self.state in FINAL_STATES:
+                return False
+            self._tell(lambda to: to.failed(self, problem.reason, problem.message))
+            self._end_the_rest(event, problem, due)
+        fire(due)
+        return True
+
+    def _end_the_rest(self, event: CopyEvent, problem: Problem, due: list[Hook]) -> None:
+        revoked = event is CopyEvent.REVOKE
+        self._enter(CompletionState.REVOKED if revoked else CompletionState.FAILED, due, problem)
+        for layer in self._layers:
+            for part in layer.parts:
+                if part.state not in FINAL_STATES:
+                    part._step(event, 0, problem, due)
+        self._settle_if_over(due)
+
+    def _settle_if_over(self, due: list[Hook]) -> None:
+        # Once the state is final `_begin` lets no copy start, so none running means none ever.
+        if (
+            self.state in FINAL_STATES
+            and not self._running
+            and self._settled.state not in FINAL_STATES
+        ):
+            self._tell(lambda to: to.settled(self))
+            self._settled._step(CopyEvent.FINISH, 0, None, due)
+
+    def _layer_entering(
+        self, layer: _LayerCompletion, state: CompletionState, part: CpuCompletion
+    ) -> None:
+        """Tell the observer of a layer's step before a reader can see it; the lock is held."""
+        if self.state in FINAL_STATES:
+            return
+        if state in BAD_STATES:
+            problem = part.problem or Problem(f"{part.name} {state.value}", "failed")
+            self._tell(lambda to: to.failed(self, problem.reason, problem.message))
+        elif state is CompletionState.RECORDED:
+            self._recorded_at[layer.layer] = self._clock.now()
+            if not layer.is_empty:
+                self._tell(lambda to: to.recorded(self, layer.layer))
+        elif state is CompletionState.DONE:
+            self._done_at[layer.layer] = self._clock.now()
+            if not layer.is_empty:
+                self._tell(lambda to: to.layer_done(self, layer.layer, layer.nbytes))
+            if self._unfinished == 1:
+                self._tell(lambda to: to.done(self, self.bytes_done))
+
+    def _layer_entered(self, state: CompletionState, part: CpuCompletion, due: list[Hook]) -> None:
+        """Follow a layer's step with the whole; the lock is held."""
+        if self.state in FINAL_STATES:
+            return
+        if state in BAD_STATES:
+            event = CopyEvent.FAIL if state is CompletionState.FAILED else CopyEvent.REVOKE
+            problem = part.problem or Problem(f"{part.name} {state.value}", "failed")
+            self._end_the_rest(event, problem, due)
+        elif state is CompletionState.RECORDED:
+            self._unrecorded -= 1
+            if not self._unrecorded:
+                self._enter(CompletionState.RECORDED, due, None)
+        elif state is CompletionState.DONE:
+            self._unfinished -= 1
+            if not self._unfinished:
+                self._enter(CompletionState.DONE, due, None)
+                self._settle_if_over(due)
+
+    def _tell(self, call: Callable[[TransferObserver], None]) -> None:
+        """Tell the observer; its error must not cost the readers their wake-up, so keep it."""
+        if self._observer is not None:
+            try:
+                call(self._observer)
+            except Exception as error:
+                self.observer_error = self.observer_error or error

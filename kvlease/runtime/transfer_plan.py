@@ -1,0 +1,121 @@
+"""What a transfer will move, and who hears of it.
+
+This module does not know how a transfer runs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from attrs import frozen
+
+from kvlease.errors import UsageError
+from kvlease.protocols.ports import Completion, CopyOrder
+from kvlease.units import LayerId, TransferId
+
+if TYPE_CHECKING:
+    from kvlease.runtime.transfer import Transfer
+
+Kind = Literal["load", "store", "tail"]
+
+
+class Hold(Protocol):
+    """Something held for the whole of a transfer: the lease at one of its ends."""
+
+    def close(self) -> None:
+        """End the hold."""
+        ...
+
+
+@frozen
+class TransferPlan:
+    """What a transfer will move, and what it needs.
+
+    Attributes:
+        copies: in layer order; one component may have several (each tail of a store is its own).
+        deadline_s: seconds from planning within which every byte must be true.
+        owner: who answers for the deadline; its name is in the error.
+        holds: leases of source and destination, closed when the transfer has settled.
+        empty_layers: layers that hold no bytes by construction (a sliding layer keeps no span).
+        after: work that must be done before the first copy may begin.
+
+    Raises UsageError when the copies are out of order or in a layer that is called empty.
+    """
+
+    id: TransferId
+    kind: Kind
+    copies: tuple[CopyOrder, ...]
+    num_layers: int
+    deadline_s: float
+    owner: str
+    holds: tuple[Hold, ...] = ()
+    empty_layers: frozenset[int] = frozenset()
+    after: tuple[Completion, ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse plans that contradict themselves."""
+        last = 0
+        for order in self.copies:
+            if not last <= order.layer < self.num_layers:
+                raise UsageError(
+                    f"{self.name}: layer {order.layer} is out of order or not below"
+                    f" {self.num_layers}; list the copies by layer"
+                )
+            if order.layer in self.empty_layers:
+                raise UsageError(
+                    f"{self.name}: layer {order.layer} is called empty by construction, but"
+                    f" {order.component} is to be copied there"
+                )
+            last = order.layer
+
+    @property
+    def name(self) -> str:
+        """What to call the transfer in errors and logs."""
+        return f"{self.kind} {self.id}"
+
+    @property
+    def nbytes(self) -> int:
+        """Planned bytes over all layers and components."""
+        return sum(order.nbytes for order in self.copies)
+
+
+class TransferObserver(Protocol):
+    """Hears of every transition before any reader can see it, for the log (R14).
+
+    Calls come from whichever thread makes the transition (Trio's or a stream worker's), one at a
+    time per transfer, with the transfer's lock held: keep them short and thread-safe, and call no
+    transition of the transfer from within. Layers that are empty by construction are not told of.
+    """
+
+    def planned(self, transfer: Transfer) -> None:
+        """The transfer exists, with both ends held."""
+        ...
+
+    def recorded(self, transfer: Transfer, layer: LayerId) -> None:
+        """Readers may order a stream behind this layer from now on."""
+        ...
+
+    def layer_done(self, transfer: Transfer, layer: LayerId, nbytes: int) -> None:
+        """All components of the layer have arrived."""
+        ...
+
+    def done(self, transfer: Transfer, nbytes: int) -> None:
+        """Everything planned has arrived."""
+        ...
+
+    def failed(self, transfer: Transfer, reason: str, message: str) -> None:
+        """The transfer ended without all its bytes: failed, short, late or revoked."""
+        ...
+
+    def settled(self, transfer: Transfer) -> None:
+        """Every copy that began has returned; both ends may be let go."""
+        ...
+
+
+@frozen
+class LayerTiming:
+    """When one layer was recorded and done, in seconds after planning; None if it never was."""
+
+    layer: int
+    recorded_s: float | None
+    done_s: float | None
