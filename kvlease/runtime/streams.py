@@ -85,6 +85,7 @@ class CpuStream(StreamBase):
         task_status.started()
         try:
             await self._leaving.wait_final()
+            self.close()  # not closed yet if the worker crashed
             with trio.move_on_after(self._close_timeout_s):
                 await self._ended.wait_final()
         finally:
