@@ -123,16 +123,23 @@ class Grantor(Protocol):
 class LayerLease(Generic[V]):
     """The right to one layer; holds no rows. ``resolve`` turns it into that layer's view."""
 
-    __slots__ = ("_build", "_layer", "_lease", "_readiness")
+    __slots__ = ("_build", "_cell", "_layer", "_lease", "_readiness", "_view")
 
     def __init__(
-        self, lease: LeaseId, layer: LayerId, readiness: Readiness, build: Callable[[], V]
+        self,
+        lease: LeaseId,
+        layer: LayerId,
+        readiness: Readiness,
+        cell: EpochCell,
+        build: Callable[[], V],
     ) -> None:
-        """Made by indexing a lease with a layer of its schema."""
+        """Made by indexing a lease with a layer of its schema; ``cell`` is a living lease's."""
         self._lease = lease
         self._layer = layer
         self._readiness = readiness
+        self._cell = cell
         self._build = build
+        self._view: V | None = None
 
     async def resolve(self, stream: Stream) -> V:
         """Return the layer's view once its bytes are in the stream's order.
@@ -142,13 +149,20 @@ class LayerLease(Generic[V]):
         """
         if self._layer >= self._readiness.ready_through:
             await self._readiness.settle(self._lease, self._layer, stream)
-        return self._build()
+        return self._opened()
 
     def resolve_nowait(self) -> V:
         """Return the layer's view if its bytes are there, else raise NotReady; never waits."""
         if self._layer >= self._readiness.ready_through:
             self._readiness.check(self._layer)
-        return self._build()
+        return self._opened()
+
+    def _opened(self) -> V:
+        if self._cell.epoch:
+            raise LeaseMoved(f"lease {self._lease} has ended or was moved; use the new handle")
+        if self._view is None:
+            self._view = self._build()
+        return self._view
 
 
 @final
@@ -192,10 +206,9 @@ class Lease(Generic[S]):
         pages = self._alive()
 
         def build() -> R:
-            self._alive()
             return layer.read_view(self._grantor.view_source(pages, layer.id, self._cell))
 
-        return LayerLease(self.id, layer.id, self._readiness, build)
+        return LayerLease(self.id, layer.id, self._readiness, self._cell, build)
 
     def move(self) -> Lease[S]:
         """Return a new handle with the same right; this one and its views are dead."""
@@ -269,10 +282,20 @@ class StepLease:
     """The members of one step under one epoch: one resolve a layer, whatever the batch.
 
     Pins page tables and index tensors until the step's last use is done (R13). ``tables`` is the
-    grantor's own batch record, opaque here.
+    grantor's own batch record, opaque here. ``opened`` lists runs of layers (first, count) with the
+    log position that had been reached when they were opened.
     """
 
-    __slots__ = ("_grantor", "_readiness", "cell", "id", "members", "tables")
+    __slots__ = (
+        "_grantor",
+        "_position",
+        "_readiness",
+        "cell",
+        "id",
+        "members",
+        "opened",
+        "tables",
+    )
 
     def __init__(
         self,
@@ -281,10 +304,16 @@ class StepLease:
         tables: object,
         grantor: StepGrantor,
         num_layers: int,
+        position: Callable[[], int],
         observer: GateObserver | None = None,
     ) -> None:
-        """Borrows the members until `close`; called by pools only."""
+        """Borrows the members until `close`; called by pools only.
+
+        ``position`` reads the log's present sequence number.
+        """
         self.id = lease_id
+        self.opened: list[tuple[int, int, int]] = []
+        self._position = position
         self.members = tuple(members)
         self.tables = tables
         self.cell = EpochCell()
@@ -301,11 +330,20 @@ class StepLease:
         """Return the right to one layer for all members."""
 
         def build() -> W:
-            if self.cell.epoch:
-                raise LeaseMoved(f"step lease {self.id} has ended; open a lease for the next step")
+            self._note(layer.id)
             return layer.step_view(self._grantor.step_source(self, layer.id))
 
-        return LayerLease(self.id, layer.id, self._readiness, build)
+        return LayerLease(self.id, layer.id, self._readiness, self.cell, build)
+
+    def _note(self, layer: LayerId) -> None:
+        """Remember the log position at which the layer was opened, folding equal neighbours."""
+        position = self._position()
+        if self.opened:
+            first, count, after = self.opened[-1]
+            if after == position and first + count == layer:
+                self.opened[-1] = (first, count + 1, after)
+                return
+        self.opened.append((layer, 1, position))
 
     async def verify(self) -> None:
         """Wait for everything the step was ordered behind; publish nothing before it (R2).

@@ -302,8 +302,10 @@ class Schema:
         """Names of all components, each once, in order of first appearance."""
         names: dict[str, None] = {}
         for layer in self.layers:
-            for component in (*layer.spans, *layer.tails):
-                names.setdefault(component.name)
+            for span in layer.spans:
+                names.setdefault(span.name)
+            for tail in layer.tails:
+                names.setdefault(tail.name)
         return tuple(names)
 
 

@@ -14,6 +14,7 @@ This module does not know what the events mean.
 """
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -105,6 +106,8 @@ class EventLog:
         self._subscribers: list[Callable[[Event], None]] = []
         self._wake = trio.Event()
         self._woken = False
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._lock = threading.Lock()
         self._closed = False
         self._gap_from = 0
         self._lost = 0
@@ -134,7 +137,7 @@ class EventLog:
         """Number, stamp and keep an event.
 
         Ownership: takes the event.
-        Checkpoints: none.
+        Checkpoints: none. Any thread may call it: a stream's worker tells of its own transitions.
 
         Raises:
             UsageError: the log is closed.
@@ -144,15 +147,16 @@ class EventLog:
         if self._closed:
             msg = f"event {type(event).__name__} came after the log was closed; close the log last"
             raise UsageError(msg)
-        self.seq += 1
-        event.seq = self.seq
-        event.t_ns = self._clock_ns()
         if not event.actor:
             event.actor = current_actor.get()
-        if self._file is not None:
-            self._append(event)
-        for subscriber in self._subscribers:
-            subscriber(event)
+        with self._lock:
+            self.seq += 1
+            event.seq = self.seq
+            event.t_ns = self._clock_ns()
+            if self._file is not None:
+                self._append(event)
+            for subscriber in self._subscribers:
+                subscriber(event)
 
     def _append(self, event: Event) -> None:
         """Encode an event behind the others, or count it as lost."""
@@ -175,9 +179,12 @@ class EventLog:
             buffer += b"\n"
         self._encode_into(event, buffer, -1)
         buffer += b"\n"
-        if len(buffer) >= FLUSH_BYTES and not self._woken:
+        if len(buffer) >= FLUSH_BYTES and not self._woken and self._token is not None:
             self._woken = True
-            self._wake.set()
+            self._token.run_sync_soon(self._wake_up)
+
+    def _wake_up(self) -> None:
+        self._wake.set()
 
     async def run(self) -> None:
         """Write what is emitted until cancelled; what is buffered then is still written.
@@ -185,6 +192,7 @@ class EventLog:
         The engine starts one such task a log. Without it events wait for `close`.
         Checkpoints: always.
         """
+        self._token = trio.lowlevel.current_trio_token()
         try:
             while True:
                 with trio.move_on_after(self._flush_every_s):
@@ -192,6 +200,7 @@ class EventLog:
                 self._wake, self._woken = trio.Event(), False
                 await self._write_out()
         finally:
+            self._token = None
             with trio.move_on_after(LAST_WRITE_S, shield=True):
                 await self._write_out()
 
@@ -199,7 +208,8 @@ class EventLog:
         """Hand the buffer to the disk; one chunk is under way at a time, so order is kept."""
         if not self._buffer:
             return
-        chunk, self._buffer = self._buffer, bytearray()
+        with self._lock:
+            chunk, self._buffer = self._buffer, bytearray()
         if self._threads:
             await trio.to_thread.run_sync(self._write, chunk)
         else:

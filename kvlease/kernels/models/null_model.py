@@ -1,0 +1,197 @@
+"""A model without arithmetic: all of the runtime, every component kept, rows one byte wide.
+
+For cache studies on whole traces. It resolves every layer of every step, writes every row it should
+through the leases, and draws tokens from a fixed mixing function of the last token and its
+position; a decode step advances to the end of its page.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvlease.kernels.views import RowIndex, ring_rows, write_ring_rows, write_rows
+from kvlease.protocols.geometries import V4Geometry, deepseek_v4_schema, one_byte_rows
+from kvlease.protocols.ownership import StepLease
+from kvlease.protocols.ports import SampledToken, StepInput, Stream
+from kvlease.protocols.schema import AnyLayer, Schema
+from kvlease.protocols.views import (
+    CompressorRows,
+    HeavyStepView,
+    OpenRows,
+    SlidingStepView,
+    SlotRows,
+    SparseStepView,
+)
+
+NULL_GEOMETRY = V4Geometry(
+    ("sliding", "sparse", "heavy", "sparse"),
+    head_dim=64,
+    rope_dim=16,
+    index_head_dim=32,
+    window=64,
+    heavy_ratio=32,
+)
+"""The embedded model's layer kinds and ratios; widths do not matter here."""
+VOCAB_SIZE = 129_280
+MAX_POSITIONS = 1 << 20
+_MULTIPLIER, _STEP = 1_103_515_245, 12_345
+
+StepView = SlidingStepView | SparseStepView | HeavyStepView
+
+
+def next_token(token: int, position: int) -> int:
+    """Return the token that follows ``token`` at ``position``: fixed, and spread over the ids."""
+    return (token * _MULTIPLIER + position * _STEP + 1) % VOCAB_SIZE
+
+
+@final
+class _Rows:
+    """Which rows and ring places a step fills, worked out once for all layers."""
+
+    def __init__(self, inputs: StepInput) -> None:
+        self.spans = [
+            (part.start, part.start + len(part.tokens) + (part.may_produce - 1))
+            for part in inputs.sequences
+        ]
+        self.index = RowIndex()
+        self._paged: dict[int, tuple[Tensor, Tensor]] = {}
+        self._ringed: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def paged(self, tokens_per_row: int) -> tuple[Tensor, Tensor]:
+        """Sequences and row numbers that become whole within the step, [G] each."""
+        found = self._paged.get(tokens_per_row)
+        if found is None:
+            bounds = [(start // tokens_per_row, end // tokens_per_row) for start, end in self.spans]
+            found = self._paged[tokens_per_row] = _ranges(bounds)
+        return found
+
+    def ringed(self, ring: int) -> tuple[Tensor, Tensor]:
+        """Sequences and ring places of the last positions of the step, [M] each."""
+        found = self._ringed.get(ring)
+        if found is None:
+            bounds = [(max(start, end - ring), end) for start, end in self.spans]
+            sequences, positions = _ranges(bounds)
+            found = self._ringed[ring] = sequences, positions % ring
+        return found
+
+
+def _ranges(bounds: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    counts = [end - start for start, end in bounds]
+    sequences = np.repeat(np.arange(len(bounds)), counts)
+    numbers = [np.arange(start, end, dtype=np.int64) for start, end in bounds]
+    return torch.from_numpy(sequences), torch.from_numpy(np.concatenate(numbers))
+
+
+@final
+class _Drawn:
+    """The tokens of one step; known before its launches have run, read after."""
+
+    def __init__(self, inputs: StepInput) -> None:
+        self._tokens: list[list[SampledToken]] = []
+        for part in inputs.sequences:
+            drawn: list[SampledToken] = []
+            if part.sample is not None:
+                token, position = part.tokens[-1], part.start + len(part.tokens) - 1
+                for _ in range(part.may_produce):
+                    token = next_token(token, position)
+                    position += 1
+                    drawn.append(SampledToken(token))
+            self._tokens.append(drawn)
+
+    def tokens(self) -> Sequence[Sequence[SampledToken]]:
+        """Return per sequence the tokens drawn."""
+        return self._tokens
+
+
+@final
+class NullModel:
+    """A `ModelRunner` that moves bytes and computes nothing."""
+
+    def __init__(self, page_tokens: int) -> None:
+        """Raises ConfigError when the ratios do not divide ``page_tokens``."""
+        full = deepseek_v4_schema(NULL_GEOMETRY, page_tokens, "float32")
+        self._schema = one_byte_rows(full)
+        self._ratios = {
+            (layer.id, span.name): span.tokens_per_row
+            for layer in self._schema.layers
+            for span in layer.spans
+        }
+
+    @property
+    def schema(self) -> Schema:
+        """Every component of a small DeepSeek-V4, one byte a row."""
+        return self._schema
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are 0 .. vocab_size - 1."""
+        return VOCAB_SIZE
+
+    @property
+    def max_positions(self) -> int:
+        """The longest sequence, in tokens."""
+        return MAX_POSITIONS
+
+    @property
+    def eos_tokens(self) -> frozenset[int]:
+        """No token ends an answer."""
+        return frozenset()
+
+    @property
+    def fingerprint(self) -> str:
+        """Constant: there are no weights."""
+        return "null"
+
+    async def forward(self, inputs: StepInput, lease: StepLease, stream: Stream) -> _Drawn:
+        """Resolve every layer in turn and launch its writes.
+
+        Checkpoints: only where a layer's lease waits. Raises TransferFailed as the leases do.
+        """
+        rows = _Rows(inputs)
+        for layer in self._schema.layers:
+            view = await _resolve(lease, layer, stream)
+            stream.launch(partial(self._fill, layer, view, rows))
+        return _Drawn(inputs)
+
+    def _fill(self, layer: AnyLayer, view: StepView, rows: _Rows) -> None:
+        for opened in _opened(view):
+            sequences, numbers = rows.paged(self._ratios[layer.id, opened.component])
+            if len(numbers):
+                stored = (numbers % 251).to(torch.uint8).unsqueeze(1)
+                write_rows(opened, sequences, numbers, stored, rows.index)
+        for ring in _rings(view):
+            sequences, places = rows.ringed(ring_rows(ring))
+            write_ring_rows(ring, sequences, places, (places % 251).to(torch.uint8).unsqueeze(1))
+
+
+async def _resolve(lease: StepLease, layer: AnyLayer, stream: Stream) -> StepView:
+    view = await lease[layer].resolve(stream)
+    assert isinstance(view, StepView), "the null model's schema has these layers only"
+    return view
+
+
+def _opened(view: StepView) -> tuple[OpenRows, ...]:
+    match view:
+        case SparseStepView():
+            return view.latent_open, view.index_k_open
+        case HeavyStepView():
+            return (view.latent_open,)
+        case SlidingStepView():
+            return ()
+
+
+def _rings(view: StepView) -> tuple[SlotRows, ...]:
+    def pair(rows: CompressorRows) -> tuple[SlotRows, SlotRows]:
+        return rows.kv, rows.gate
+
+    match view:
+        case SparseStepView():
+            return view.window, *pair(view.compressor), *pair(view.index_compressor)
+        case HeavyStepView():
+            return view.window, *pair(view.compressor)
+        case SlidingStepView():
+            return (view.window,)

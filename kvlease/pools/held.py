@@ -1,0 +1,74 @@
+"""What one running sequence holds, and what one planned transfer holds.
+
+Plain records that the unified pool fills and empties; they decide nothing.
+"""
+
+from array import array
+from typing import Literal
+
+from attrs import define, field
+
+from kvlease.pools.page_book import Reservation
+from kvlease.pools.prefix_node import Tail
+from kvlease.pools.prefix_results import Cursor
+from kvlease.protocols.ownership import SequenceLease
+from kvlease.protocols.ports import CopyOrder
+from kvlease.units import LeaseId, TransferId
+
+
+@define(eq=False)
+class PlannedTransfer:
+    """A load or a store with both ends held from planning until it has settled (R7).
+
+    It is also the index's arrival token, and the blocker of memory that a late copy may still
+    write. ``cursor`` pins the path at the source (None where the index keeps it by itself), ``tails``
+    are pinned resume states, and ``source`` and ``destination`` name the pages at both ends in the same order.
+    """
+
+    id: TransferId
+    kind: Literal["load", "store"]
+    source_lease: LeaseId
+    destination_lease: LeaseId
+    cursor: Cursor | None
+    copies: tuple[CopyOrder, ...] = ()
+    source: "array[int]" = field(factory=lambda: array("i"))
+    destination: "array[int]" = field(factory=lambda: array("i"))
+    tails: tuple[Tail, ...] = ()
+    boundary_page: int = -1
+    """Destination page at whose end a tail moves; -1 if none does."""
+    is_settled: bool = field(default=False)
+    is_lost: bool = field(default=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes planned, all layers and components."""
+        return sum(order.nbytes for order in self.copies)
+
+    @property
+    def name(self) -> str:
+        """What to call it in errors and logs."""
+        return f"{self.kind} {self.id}"
+
+
+@define(eq=False)
+class Held:
+    """A running sequence's pages: the lease, its place in the index, and what only it owns.
+
+    ``owned`` are held pages of its table (open page, pages not yet filled, duplicates of pages that
+    another sequence sealed first). ``arrivals`` are the planned transfers still filling its pages
+    or its rings; ``load`` is the one planned for this sequence itself, if any.
+    """
+
+    lease: SequenceLease
+    cursor: Cursor
+    reservation: Reservation
+    owned: "array[int]"
+    arrivals: list[PlannedTransfer]
+    load: PlannedTransfer | None = None
+    rolling_tail: Tail | None = None
+    """The tail kept while decoding at the latest boundary, dropped when the next one is kept."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a transfer that was filling its pages failed, so that it must start over."""
+        return any(arrival.is_lost for arrival in self.arrivals)

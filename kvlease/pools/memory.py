@@ -1,0 +1,80 @@
+"""All memory of one engine's cache and the books that say who has what of it.
+
+Made once, from the schema and the sizes; nothing is allocated later. Only the unified pool and its
+transfers hold it.
+"""
+
+from array import array
+from collections.abc import Iterable
+from typing import final
+
+from attrs import frozen
+
+from kvlease.pools.page_book import Blocker, PageBook
+from kvlease.pools.prefix_node import Released
+from kvlease.pools.storage import RingStore, SpanStore, TailStore
+from kvlease.protocols.event_base import EventSink
+from kvlease.protocols.schema import Schema
+
+
+@frozen
+class PoolSizes:
+    """How many pages, kept tails and running sequences there is memory for."""
+
+    device_pages: int
+    host_pages: int
+    device_tails: int
+    host_tails: int
+    slots: int
+
+
+@final
+class Memory:
+    """Rows of pages on two tiers, kept tails on two tiers, and the rings of running sequences.
+
+    ``poison`` fills memory with NaN bytes on allocation, on release and when a load begins, so that
+    a read before arrival or after reuse shows itself; meant for tests.
+    """
+
+    def __init__(self, schema: Schema, sizes: PoolSizes, sink: EventSink, *, poison: bool) -> None:
+        """Allocate everything."""
+        self.schema = schema
+        self.sizes = sizes
+        self.poison = poison
+        self.spans = SpanStore(schema, sizes.device_pages)
+        self.host_spans = SpanStore(schema, sizes.host_pages)
+        self.tails = TailStore(schema, sizes.device_tails)
+        self.host_tails = TailStore(schema, sizes.host_tails)
+        self.rings = RingStore(schema, sizes.slots)
+        self.device = PageBook("device pages", sizes.device_pages, sink, "device")
+        self.host = PageBook("host pages", sizes.host_pages, sink, "host")
+        self.device_tail_slots = PageBook("device tails", sizes.device_tails)
+        self.host_tail_slots = PageBook("host tails", sizes.host_tails)
+        self.slots = PageBook("sequence slots", sizes.slots)
+        if poison:
+            self.spans.poison_all()
+            self.host_spans.poison_all()
+
+    @property
+    def books(self) -> tuple[PageBook, ...]:
+        """Every book, for the ledger."""
+        return (
+            self.device,
+            self.host,
+            self.device_tail_slots,
+            self.host_tail_slots,
+            self.slots,
+        )
+
+    def take_back(self, released: Released, blockers: Iterable[Blocker] = ()) -> None:
+        """Put what the index let go into quarantine, until the blockers have settled (R6)."""
+        waiting = tuple(blockers)
+        self.device.release(released.device_pages, waiting)
+        self.host.release(released.host_pages, waiting)
+        self.device_tail_slots.release(array("i", released.device_tails), waiting)
+        self.host_tail_slots.release(array("i", released.host_tails), waiting)
+
+    def reclaim(self) -> None:
+        """Free whatever has left quarantine."""
+        for book in self.books:
+            book.reclaim()

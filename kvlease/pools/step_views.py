@@ -1,0 +1,83 @@
+"""Page tables and index tensors of one batch, and where its layers' rows can be named.
+
+Built once a step and shared by all layers, so that resolving a ready layer allocates a few small
+handles and nothing else. The tensors belong to the step until its last use (R13).
+"""
+
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+import torch
+
+from kvlease.pools.storage import RingStore, SpanStore
+from kvlease.protocols.ownership import SequenceLease
+from kvlease.protocols.views import EpochCell, OpenRows, PagedRows, SlotRows
+from kvlease.units import LayerId
+
+
+@final
+class StepTables:
+    """The batch's page tables [B, P], state slots [B], and first writable pages [B], all int64.
+
+    Unused table entries name page 0; kernels never read them, because row counts come from
+    positions.
+    """
+
+    __slots__ = ("_floors", "_sealed", "slots", "table")
+
+    def __init__(self, members: Sequence[SequenceLease]) -> None:
+        """Copies what it needs from the members; later changes to their tables do not reach it."""
+        width = max((len(member.pages) for member in members), default=0)
+        table = np.zeros((len(members), width), dtype=np.int64)
+        for row, member in enumerate(members):
+            table[row, : len(member.pages)] = np.frombuffer(member.pages, dtype=np.int32)
+        self.table = torch.from_numpy(table)
+        self.slots = torch.tensor([member.slot for member in members], dtype=torch.int64)
+        self._sealed = torch.tensor([member.sealed for member in members], dtype=torch.int64)
+        self._floors: dict[int, torch.Tensor] = {}
+
+    def floor(self, rows_per_page: int) -> torch.Tensor:
+        """Return the first writable row of each sequence, [B] int64."""
+        floor = self._floors.get(rows_per_page)
+        if floor is None:
+            floor = self._floors[rows_per_page] = self._sealed * rows_per_page
+        return floor
+
+
+@final
+class StepSource:
+    """Names one layer's rows for a batch; opens nothing."""
+
+    __slots__ = ("_cell", "_layer", "_rings", "_spans", "_tables")
+
+    def __init__(
+        self,
+        spans: SpanStore,
+        rings: RingStore,
+        tables: StepTables,
+        layer: LayerId,
+        cell: EpochCell,
+    ) -> None:
+        """Borrows the stores and the tables for the life of the cell's epoch."""
+        self._spans = spans
+        self._rings = rings
+        self._tables = tables
+        self._layer = layer
+        self._cell = cell
+
+    def paged(self, name: str) -> PagedRows:
+        """Rows of a span component, read only."""
+        rows = self._spans.rows(self._layer, name)
+        return PagedRows(name, rows, self._tables.table, self._cell, rows.shape[1])
+
+    def opened(self, name: str) -> OpenRows:
+        """Rows of a span component above the sealed pages, for writing."""
+        rows = self._spans.rows(self._layer, name)
+        floor = self._tables.floor(rows.shape[1])
+        return OpenRows(name, rows, self._tables.table, floor, self._cell, rows.shape[1])
+
+    def ring(self, name: str) -> SlotRows:
+        """State rings of a tail component."""
+        ring = self._rings.ring(self._layer, name)
+        return SlotRows(name, ring, self._tables.slots, self._cell)

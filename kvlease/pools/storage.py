@@ -1,0 +1,135 @@
+"""The memory of one tier: rows of pages, rings of running sequences, slots of kept tails.
+
+Three kinds of store, all built from the schema alone, one tensor per (layer, component). They know
+shapes and bytes, not who may touch them; only pools hold them.
+"""
+
+from collections.abc import Iterator
+from typing import final
+
+import torch
+
+from kvlease.protocols.schema import RowFormat, Schema, SpanComponent, TailComponent
+from kvlease.units import LayerId
+
+_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "byte": torch.uint8,
+}
+_POISON_BYTE = 0xFF
+"""Every float format reads 0xFF bytes as NaN (e4m3 included)."""
+
+
+def row_shape(fmt: RowFormat) -> tuple[torch.dtype, int]:
+    """Return the dtype and length of one stored row: values if plain, packed bytes if not."""
+    if fmt.is_plain:
+        return _DTYPES[fmt.encoding], fmt.width
+    return torch.uint8, fmt.nbytes
+
+
+def poison(rows: torch.Tensor) -> None:
+    """Fill rows with bytes that read as NaN, so that an early read cannot pass unseen."""
+    rows.view(torch.uint8).fill_(_POISON_BYTE)
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: str, pinned: bool) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
+
+
+@final
+class SpanStore:
+    """Rows of every page: per (layer, span component) [num_pages, rows_per_page, row]."""
+
+    def __init__(
+        self, schema: Schema, num_pages: int, device: str = "cpu", *, pinned: bool = False
+    ) -> None:
+        """Allocate all pages; contents are undefined until written."""
+        self.num_pages = num_pages
+        self._rows: dict[tuple[LayerId, str], torch.Tensor] = {}
+        for layer in schema.layers:
+            for span in layer.spans:
+                dtype, length = row_shape(span.format)
+                shape = (num_pages, schema.rows_per_page(span), length)
+                self._rows[layer.id, span.name] = _allocate(shape, dtype, device, pinned)
+
+    def rows(self, layer: LayerId, component: str) -> torch.Tensor:
+        """Borrow the rows of one component of one layer."""
+        return self._rows[layer, component]
+
+    def poison_pages(self, pages: torch.Tensor) -> None:
+        """Fill whole pages with NaN bytes; pages [n] int64."""
+        for rows in self._rows.values():
+            rows.view(torch.uint8).index_fill_(0, pages, _POISON_BYTE)
+
+    def poison_all(self) -> None:
+        """Fill the whole store with NaN bytes."""
+        for rows in self._rows.values():
+            poison(rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole store."""
+        return sum(rows.nbytes for rows in self._rows.values())
+
+
+@final
+class RingStore:
+    """Running state: per (layer, tail component) [num_slots, ring_rows, width]."""
+
+    def __init__(self, schema: Schema, num_slots: int, device: str = "cpu") -> None:
+        """Allocate all slots; contents are undefined until written."""
+        self._rings: dict[tuple[LayerId, str], torch.Tensor] = {}
+        for layer_id, tail in tail_components(schema):
+            dtype, width = row_shape(tail.format)
+            shape = (num_slots, tail.ring_rows, width)
+            self._rings[layer_id, tail.name] = _allocate(shape, dtype, device, pinned=False)
+
+    def ring(self, layer: LayerId, component: str) -> torch.Tensor:
+        """Borrow the rings of one component of one layer."""
+        return self._rings[layer, component]
+
+    def poison_slot(self, slot: int) -> None:
+        """Fill one sequence's rings with NaN bytes."""
+        for ring in self._rings.values():
+            poison(ring[slot])
+
+
+@final
+class TailStore:
+    """Kept tails: per (layer, tail component) [num_tails, kept_rows, kept_width]."""
+
+    def __init__(
+        self, schema: Schema, num_tails: int, device: str = "cpu", *, pinned: bool = False
+    ) -> None:
+        """Allocate all slots; components that keep nothing have no tensor."""
+        self._kept: dict[tuple[LayerId, str], torch.Tensor] = {}
+        for layer_id, tail in tail_components(schema):
+            if tail.kept_rows:
+                dtype, _ = row_shape(tail.format)
+                shape = (num_tails, tail.kept_rows, tail.kept_width)
+                self._kept[layer_id, tail.name] = _allocate(shape, dtype, device, pinned)
+
+    def kept(self, layer: LayerId, component: str) -> torch.Tensor:
+        """Borrow the kept rows of one component of one layer."""
+        return self._kept[layer, component]
+
+    def poison_slot(self, slot: int) -> None:
+        """Fill one kept tail with NaN bytes."""
+        for kept in self._kept.values():
+            poison(kept[slot])
+
+
+def tail_components(schema: Schema) -> Iterator[tuple[LayerId, TailComponent]]:
+    """Yield every tail component with its layer, in layer order."""
+    for layer in schema.layers:
+        for tail in layer.tails:
+            yield layer.id, tail
+
+
+def span_components(schema: Schema) -> Iterator[tuple[LayerId, SpanComponent]]:
+    """Yield every span component with its layer, in layer order."""
+    for layer in schema.layers:
+        for span in layer.spans:
+            yield layer.id, span

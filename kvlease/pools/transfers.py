@@ -1,0 +1,262 @@
+"""Loads and stores as the pools see them: planned with both ends held, and ended once.
+
+One mechanism in both directions: pin the source, take the destination, tell the index, build the
+copy orders; on the end tell the index again; on settling let both ends go (R7). Nothing here moves
+a byte or waits.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Literal, final
+
+from kvlease.errors import PagesUnavailable
+from kvlease.pools.copies import (
+    in_layer_order,
+    index_tensor,
+    resume_orders,
+    span_orders,
+    tail_orders,
+)
+from kvlease.pools.held import Held, PlannedTransfer
+from kvlease.pools.memory import Memory
+from kvlease.pools.prefix_index import PrefixIndex
+from kvlease.pools.prefix_node import CacheTier, Node, Tail
+from kvlease.pools.prefix_results import Cursor, Match
+from kvlease.protocols.event_base import EventSink
+from kvlease.protocols.event_pages import (
+    LeaseClose,
+    LeaseOpen,
+    PageEvict,
+    PageReserve,
+    PageSeal,
+)
+from kvlease.protocols.ports import CopyOrder
+from kvlease.units import LeaseId, TransferId
+
+
+@final
+class Transfers:
+    """Plans loads and stores over one memory and one index."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        index: PrefixIndex,
+        sink: EventSink,
+        next_lease: Callable[[], LeaseId],
+    ) -> None:
+        """Borrows the memory and the index for the life of the pool."""
+        self._memory = memory
+        self._index = index
+        self._sink = sink
+        self._next_lease = next_lease
+        self._last_id = 0
+        self.unsettled: set[PlannedTransfer] = set()
+
+    def plan_load(self, held: Held, match: Match) -> PlannedTransfer | None:
+        """Plan what a matched prefix still needs: pages from the host, and the tail at its end.
+
+        Takes device pages for the host-only ones from the sequence's reservation and enters them in
+        its table; they are visible in the index as loading from now on. Returns None when there is
+        nothing to move.
+        """
+        if match.host_pages == 0 and match.tail is None:
+            return None
+        memory = self._memory
+        planned = self._blank("load", held.cursor)
+        pages = memory.device.take(held.reservation, match.host_pages)
+        self._reserved(pages, planned.destination_lease, "device")
+        source = array("i", chain.from_iterable(n.host.pages or () for n in match.to_load))
+        attached = self._index.attach_device(match, pages, planned) if pages else None
+        assert attached is None or not attached.unused, "nobody loads between match and plan"
+        memory.device.seal(pages)
+        held.lease.pages[:] = match.pages
+        orders: list[Iterator[CopyOrder]] = []
+        if pages:
+            ends = (index_tensor(source), index_tensor(pages))
+            if memory.poison:
+                memory.spans.poison_pages(ends[1])
+            stores = (memory.host_spans, memory.spans)
+            orders.append(span_orders(memory.schema, planned.name, "load", stores, ends))
+        if match.tail is not None:
+            orders.append(self._resume(planned, match, held.lease.slot))
+            planned.tails = (match.tail,)
+            planned.boundary_page = match.pages[-1]
+            self._index.pin_tail(match.tail)
+        planned.source, planned.destination = source, pages
+        return self._enter(planned, orders)
+
+    def _resume(
+        self, planned: PlannedTransfer, match: Match, slot: int
+    ) -> Iterator[CopyOrder]:
+        """Orders that bring the kept tail, from the nearest tier that has it, into the rings."""
+        tail, memory = match.tail, self._memory
+        assert tail is not None
+        if tail.device.slot is not None and tail.device.arrival is None:
+            kept = (memory.tails, tail.device.slot)
+        else:
+            assert tail.host.slot is not None, "a usable tail has arrived on some tier"
+            kept = (memory.host_tails, tail.host.slot)
+        boundary = match.num_pages * memory.schema.page_tokens
+        rings = (memory.rings, slot)
+        return resume_orders(memory.schema, planned.name, "load", kept, rings, boundary)
+
+    def plan_store(
+        self, held: Held, min_hits: int = 0, tails: Sequence[Tail] = ()
+    ) -> PlannedTransfer | None:
+        """Plan the copy of a sequence's sealed pages, and of some tails, to the host.
+
+        Edges found by fewer than ``min_hits`` requests are left out. Returns None when nothing is
+        left to store; raises PagesUnavailable when the host has no room for it now.
+        """
+        if not self._memory.sizes.host_pages:
+            return None
+        nodes = self._index.plan_store(held.cursor, min_hits)
+        self._host_room(sum(node.num_pages for node in nodes))
+        # Making room may have cut or joined edges around these, so they are named anew.
+        nodes = self._index.plan_store(held.cursor, min_hits)
+        return self._store(nodes, held.cursor, tails)
+
+    def plan_write_back(self, num_pages: int) -> PlannedTransfer | None:
+        """Plan the copy to the host of pages that would be evicted next and are nowhere else.
+
+        Returns None when there are none. Raises PagesUnavailable when the host has no room.
+        """
+        self._host_room(num_pages)
+        nodes = self._index.evictable_unstored(num_pages)
+        tails = [tail for node in nodes for tail in node.tails.values()]
+        return self._store(nodes, None, tails)
+
+    def _store(
+        self, nodes: Sequence[Node], cursor: Cursor | None, tails: Sequence[Tail]
+    ) -> PlannedTransfer | None:
+        """Plan the copy of edges without a host copy; the host has room for them already.
+
+        A store needs no pin to keep its source: the index evicts nothing that a store still reads.
+        """
+        memory = self._memory
+        source = array("i", chain.from_iterable(n.device.pages or () for n in nodes))
+        wanted = [t for t in tails if t.host.slot is None and t.device.slot is not None]
+        if not (source or wanted):
+            return None
+        planned = self._blank("store", cursor)
+        pages = memory.host.acquire(len(source))
+        self._reserved(pages, planned.destination_lease, "host")
+        if pages:
+            self._index.attach_host(nodes, pages, planned)
+            memory.host.seal(pages)
+        orders: list[Iterator[CopyOrder]] = []
+        if source:
+            ends = (index_tensor(source), index_tensor(pages))
+            stores = (memory.spans, memory.host_spans)
+            orders.append(span_orders(memory.schema, planned.name, "store", stores, ends))
+        for tail in wanted:
+            orders.extend(self._store_tail(planned, tail))
+        planned.source, planned.destination = source, pages
+        return self._enter(planned, orders)
+
+    def _store_tail(self, planned: PlannedTransfer, tail: Tail) -> list[Iterator[CopyOrder]]:
+        memory = self._memory
+        device_slot = tail.device.slot
+        slots = memory.host_tail_slots
+        if slots.available == 0:
+            memory.take_back(self._index.evict_tails(1, "host"))
+        if slots.available == 0 or device_slot is None or tail.node is None:
+            return []
+        slot = slots.acquire(1)[0]
+        slots.seal(array("i", [slot]))
+        self._index.attach_tail_host(tail, slot, planned)
+        self._index.pin_tail(tail)
+        planned.tails = (*planned.tails, tail)
+        stores = (memory.tails, memory.host_tails)
+        return [tail_orders(memory.schema, planned.name, "store", stores, (device_slot, slot))]
+
+    def _host_room(self, num_pages: int) -> None:
+        host = self._memory.host
+        host.reclaim()
+        if num_pages > host.available:
+            self._evict_host(num_pages - host.available)
+        if num_pages > host.available:
+            raise PagesUnavailable(
+                f"host pages: {num_pages} wanted for a store, {host.available} available"
+            )
+
+    def _evict_host(self, num_pages: int) -> None:
+        released = self._index.evict_host(num_pages)
+        if self._sink.audit and released.host_pages:
+            runs = self._memory.host.runs(released.host_pages)
+            self._sink.emit(PageEvict(pages=runs, tier="host"))
+        self._memory.take_back(released)
+
+    def _blank(self, kind: Literal["load", "store"], cursor: Cursor | None) -> PlannedTransfer:
+        self._last_id += 1
+        return PlannedTransfer(
+            id=TransferId(self._last_id),
+            kind=kind,
+            source_lease=self._next_lease(),
+            destination_lease=self._next_lease(),
+            cursor=None if cursor is None else self._index.fork(cursor),
+        )
+
+    def _reserved(self, pages: array[int], lease: LeaseId, tier: CacheTier) -> None:
+        if pages and self._sink.audit:
+            book = self._memory.device if tier == "device" else self._memory.host
+            self._sink.emit(PageReserve(pages=book.runs(pages), lease=lease, tier=tier))
+
+    def _enter(
+        self, planned: PlannedTransfer, orders: Sequence[Iterator[CopyOrder]]
+    ) -> PlannedTransfer | None:
+        """Complete the plan; one that came to nothing (no tail slot was free) is let go again."""
+        planned.copies = in_layer_order(chain.from_iterable(orders))
+        self.unsettled.add(planned)
+        if not planned.copies:
+            self.settled(planned)
+            return None
+        if self._sink.audit:
+            tier: CacheTier = "host" if planned.kind == "load" else "device"
+            book = self._memory.host if planned.kind == "load" else self._memory.device
+            runs = book.runs(planned.source)
+            lease = planned.source_lease
+            self._sink.emit(
+                LeaseOpen(lease=lease, mode="shared", pages=runs, tier=tier, transfer=planned.id)
+            )
+        return planned
+
+    def done(self, planned: PlannedTransfer) -> None:
+        """Everything arrived: its pages are sealed and readable without a wait."""
+        self._memory.take_back(self._index.arrived(planned))
+        if self._sink.audit and planned.destination:
+            to_device = planned.kind == "load"
+            book = self._memory.device if to_device else self._memory.host
+            runs = book.runs(planned.destination)
+            tier: CacheTier = "device" if to_device else "host"
+            lease = planned.destination_lease
+            self._sink.emit(PageSeal(pages=runs, tier=tier, lease=lease))
+
+    def lost(self, planned: PlannedTransfer, reason: str) -> None:
+        """It ended without its bytes: nobody may use what it should have filled.
+
+        The pages wait in quarantine until no copy can write them any more (R6). A load that failed
+        or came short drops the host copies as well, so that bad pages are not tried for ever; one
+        that was late or revoked says nothing about them.
+        """
+        planned.is_lost = True
+        drop_host = planned.kind == "load" and reason not in ("late", "revoked")
+        released = self._index.lost(planned, drop_host=drop_host)
+        self._memory.take_back(released, (planned,))
+
+    def settled(self, planned: PlannedTransfer) -> None:
+        """No copy of it touches memory any more: both ends are let go."""
+        planned.is_settled = True
+        self.unsettled.discard(planned)
+        for tail in planned.tails:
+            self._memory.take_back(self._index.unpin_tail(tail))
+        if planned.cursor is not None:
+            self._memory.take_back(self._index.release(planned.cursor))
+        if self._sink.audit:
+            self._sink.emit(LeaseClose(lease=planned.source_lease))
+            self._sink.emit(LeaseClose(lease=planned.destination_lease))
+        self._memory.reclaim()

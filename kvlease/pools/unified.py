@@ -1,0 +1,280 @@
+"""The pool that composes everything one engine caches: both tiers, rings, tails, and the index.
+
+Built from the schema alone. It grants leases and takes them back, seals, keeps tails, evicts, and
+keeps the ledger; it starts no work and never waits. Every page transition and its log event happen
+in the same call (R14).
+"""
+
+from array import array
+from collections.abc import Sequence
+from typing import final
+
+import attrs
+
+from kvlease.errors import LedgerImbalance
+from kvlease.pools.copies import keep_tail
+from kvlease.pools.held import Held, PlannedTransfer
+from kvlease.pools.memory import Memory, PoolSizes
+from kvlease.pools.page_book import Ledger
+from kvlease.pools.prefix_index import PrefixIndex
+from kvlease.pools.prefix_node import Tail
+from kvlease.pools.prefix_results import Match
+from kvlease.pools.step_views import StepSource, StepTables
+from kvlease.pools.transfers import Transfers
+from kvlease.protocols.config import Eviction
+from kvlease.protocols.event_base import EventSink
+from kvlease.protocols.event_pages import LeaseClose, LeaseOpen, PageEvict, PageReserve, PageSeal
+from kvlease.protocols.ownership import GateObserver, SequenceLease, StepLease
+from kvlease.protocols.schema import Schema
+from kvlease.units import LayerId, LeaseId
+
+
+@final
+class UnifiedPool:
+    """All cached state of one engine; everyone else holds leases."""
+
+    def __init__(
+        self,
+        schema: Schema,
+        sizes: PoolSizes,
+        sink: EventSink,
+        *,
+        eviction: Eviction = "lru",
+        poison: bool = False,
+        observer: GateObserver | None = None,
+    ) -> None:
+        """Allocate all memory at once; nothing is allocated later."""
+        self.schema = schema
+        self.memory = Memory(schema, sizes, sink, poison=poison)
+        self.index = PrefixIndex(schema.page_tokens * 4, schema.needs_tail, eviction)
+        self.transfers = Transfers(self.memory, self.index, sink, self._lease_id)
+        self.spares_last_copies = False
+        self.unstored_pages = 0
+        self._sink = sink
+        self._observer = observer
+        self._last_lease = 0
+
+    def _lease_id(self) -> LeaseId:
+        self._last_lease += 1
+        return LeaseId(self._last_lease)
+
+    # -- finding and holding pages -------------------------------------------------------------
+
+    def match(self, root: bytes, tokens: bytes, limit_pages: int) -> Match:
+        """Find and pin the usable cached prefix; end it with `open` or `drop`."""
+        return self.index.match(root, tokens, limit_pages)
+
+    def drop(self, match: Match) -> None:
+        """Unpin a match that will not be used."""
+        self.memory.take_back(self.index.release(match.cursor))
+
+    def room(self, num_pages: int) -> bool:
+        """Make pages available on the device by evicting, leaf first; say whether it worked.
+
+        With write-back last copies are spared while they can be stored first: ``unstored_pages``
+        then says how many pages that would have to free.
+        """
+        device = self.memory.device
+        device.reclaim()
+        short = num_pages - device.available
+        if short > 0:
+            released = self.index.evict_device(short, not self.spares_last_copies)
+            if self._sink.audit and released.device_pages:
+                runs = device.runs(released.device_pages)
+                self._sink.emit(PageEvict(pages=runs, tier="device"))
+            self.memory.take_back(released)
+        short = num_pages - device.available
+        if self.spares_last_copies:
+            self.unstored_pages = max(self.unstored_pages, short)
+        return short <= 0
+
+    def open(self, match: Match, num_new_pages: int, request: int) -> Held | None:
+        """Make a match a running sequence, with pages for its load and ``num_new_pages`` more.
+
+        Takes the match's pins; ``held.load`` is the transfer to start, if one is needed. Returns
+        None, taking nothing, when pages or slots are short now.
+        """
+        memory = self.memory
+        if match.tail is not None:
+            self.index.pin_tail(match.tail)  # making room must not evict it
+        memory.slots.reclaim()
+        wanted = match.host_pages + num_new_pages
+        enough = memory.slots.available > 0 and self.room(wanted)
+        held = self._open(match, wanted, request) if enough else None
+        if match.tail is not None:
+            memory.take_back(self.index.unpin_tail(match.tail))
+        return held
+
+    def _open(self, match: Match, num_pages: int, request: int) -> Held:
+        memory = self.memory
+        reservation = memory.device.reserve(num_pages)
+        slot = memory.slots.acquire(1)[0]
+        if memory.poison:
+            memory.rings.poison_slot(slot)
+        lease = SequenceLease(self._lease_id(), array("i", match.pages), match.num_pages, slot)
+        lease.commit(match.num_pages * self.schema.page_tokens)
+        arrivals = [a for a in match.arrivals if isinstance(a, PlannedTransfer)]
+        held = Held(lease, match.cursor, reservation, array("i"), arrivals)
+        held.load = self.transfers.plan_load(held, match)
+        if held.load is not None:
+            held.arrivals.append(held.load)
+        if self._sink.audit and lease.pages:
+            runs = memory.device.runs(lease.pages)
+            self._sink.emit(LeaseOpen(lease=lease.id, mode="shared", pages=runs, request=request))
+        return held
+
+    def grow(self, held: Held, num_pages: int, request: int) -> bool:
+        """Add pages to a sequence's table, from its reservation and then from the pool.
+
+        Returns False, changing nothing, when the pool has too few pages now.
+        """
+        if num_pages <= 0:
+            return True
+        device = self.memory.device
+        promised = min(num_pages, held.reservation.remaining)
+        if num_pages > promised and not self.room(num_pages - promised):
+            return False
+        pages = device.take(held.reservation, promised)
+        pages.extend(device.acquire(num_pages - promised))
+        held.owned.extend(pages)
+        held.lease.pages.extend(pages)
+        if self._sink.audit:
+            runs = device.runs(pages)
+            self._sink.emit(PageReserve(pages=runs, lease=held.lease.id, request=request))
+        return True
+
+    def close(self, held: Held) -> None:
+        """End a running sequence: what only it owned is released, the rest stays cached.
+
+        Call it only when no step uses the lease any more (R6). Rings that a late load may still
+        write stay in quarantine until that load has settled.
+        """
+        held.lease.cell.end()
+        self.memory.take_back(self.index.release(held.cursor))
+        self.memory.device.forfeit(held.reservation)
+        self.memory.device.release(held.owned)
+        held.owned = array("i")
+        writers = () if held.load is None else (held.load,)
+        self.memory.slots.release(array("i", [held.lease.slot]), writers)
+        if self._sink.audit:
+            self._sink.emit(LeaseClose(lease=held.lease.id))
+
+    # -- sealing and tails ---------------------------------------------------------------------
+
+    def seal(self, held: Held, tokens: bytes, num_pages: int, request: int) -> None:
+        """Make the table's pages up to ``num_pages`` immutable and show them in the index (R4).
+
+        ``tokens`` are all tokens up to there. Pages whose equal is there already stay with this
+        sequence alone.
+        """
+        first = held.lease.sealed
+        pages = held.lease.pages[first:num_pages]
+        if not pages:
+            return
+        extended = self.index.extend(held.cursor, tokens, pages)
+        kept = set(extended.not_taken)
+        taken = array("i", (page for page in pages if page not in kept))
+        self.memory.device.seal(taken)
+        gone = set(taken)
+        held.owned = array("i", (page for page in held.owned if page not in gone))
+        held.lease.sealed = num_pages
+        if self._sink.audit and taken:
+            runs = self.memory.device.runs(taken)
+            start = first * self.schema.page_tokens
+            self._sink.emit(PageSeal(pages=runs, lease=held.lease.id, request=request, start=start))
+
+    def tail_slot(self) -> int | None:
+        """Take a tail slot on the device, evicting the oldest idle tail if needed; None if none."""
+        slots = self.memory.device_tail_slots
+        slots.reclaim()
+        if slots.available == 0:
+            self.memory.take_back(self.index.evict_tails(1, "device"))
+        return slots.acquire(1)[0] if slots.available else None
+
+    def free_tail_slot(self, slot: int) -> None:
+        """Give back a slot that was never shown in the index."""
+        self.memory.device_tail_slots.release(array("i", [slot]))
+
+    def put_tail(self, held: Held, boundary: int, slot: int, *, rolling: bool) -> Tail | None:
+        """Show a kept tail at a token boundary on the sequence's sealed path. Takes the slot.
+
+        A rolling tail replaces the sequence's previous rolling one. Returns None, giving the slot
+        back, when the boundary is not on a path that new requests can reach.
+        """
+        slots = self.memory.device_tail_slots
+        page = boundary // self.schema.page_tokens
+        if not held.cursor.is_live or held.cursor.num_pages < page:
+            self.free_tail_slot(slot)
+            return None
+        slots.seal(array("i", [slot]))
+        kept = self.index.put_tail(held.cursor, page, slot)
+        if kept.unused is not None:
+            slots.release(array("i", [kept.unused]))
+        old = held.rolling_tail
+        if old is not None and old is not kept.tail and old.node is not None and not old.is_busy:
+            self.memory.take_back(self.index.drop_tail(old))
+        held.rolling_tail = kept.tail if rolling else None
+        return kept.tail
+
+    def keep_tail(self, slot: int, tail_slot: int, boundary: int) -> None:
+        """Copy a sequence's state at a boundary into a tail slot; runs on the compute stream."""
+        memory = self.memory
+        keep_tail(self.schema, memory.rings, slot, memory.tails, tail_slot, boundary)
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def lease_step(self, members: Sequence[SequenceLease]) -> StepLease:
+        """Join sequences for one step; the step's holder closes it after its last use."""
+        tables = StepTables(members)
+        return StepLease(
+            self._lease_id(),
+            members,
+            tables,
+            self,
+            self.schema.num_layers,
+            lambda: self._sink.seq,
+            self._observer,
+        )
+
+    def step_source(self, lease: StepLease, layer: LayerId) -> StepSource:
+        """Return where a layer's rows can be named for a step's members."""
+        tables = lease.tables
+        assert isinstance(tables, StepTables), "the pool made the lease"
+        return StepSource(self.memory.spans, self.memory.rings, tables, layer, lease.cell)
+
+    # -- accounts ------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Forget everything cached; what is pinned or in flight follows when its holders end."""
+        self.memory.take_back(self.index.clear())
+
+    def ledgers(self) -> dict[str, Ledger]:
+        """Return the ledger of every book, by its name."""
+        return {book.name: book.ledger() for book in self.memory.books}
+
+    def check(self, held: Sequence[Held], tail_slots: Sequence[int]) -> None:
+        """Recount every book against its holders; raises LedgerImbalance on a mismatch (R11).
+
+        ``held`` are all running sequences, ``tail_slots`` those taken for steps under way.
+        """
+        self.index.check()
+        memory = self.memory
+        counts = self.index.statistics()
+        owned = [page for one in held for page in one.owned]
+        expected = {
+            "device pages": (len(owned), counts.device_pages),
+            "host pages": (0, counts.host_pages),
+            "device tails": (len(tail_slots), counts.device_tails),
+            "host tails": (0, counts.host_tails),
+            "sequence slots": (len(held), 0),
+        }
+        for book in memory.books:
+            ledger = book.ledger()
+            if not ledger.is_balanced or (ledger.held, ledger.sealed) != expected[book.name]:
+                raise LedgerImbalance(
+                    f"{book.name}: {attrs.asdict(ledger)} but holders name"
+                    f" {expected[book.name]} (held, sealed)"
+                )
+        reserved = sum(one.reservation.remaining for one in held)
+        if memory.device.ledger().reserved != reserved:
+            raise LedgerImbalance(f"device pages: {reserved} promised to sequences, book differs")

@@ -1,0 +1,120 @@
+"""What the scheduler's parts share: the pools, the model, the counters, and who is running.
+
+One object per engine, owned by the engine's scope, so that it survives a restart of any actor. It
+holds state and small helpers; decisions are in `admission`, `batching` and `settlement`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import final
+
+from kvlease.pools.held import PlannedTransfer
+from kvlease.pools.unified import UnifiedPool
+from kvlease.protocols.config import EngineConfig
+from kvlease.protocols.event_base import EventSink
+from kvlease.protocols.identity import CacheIdentity
+from kvlease.protocols.ports import Clock, ModelRunner
+from kvlease.protocols.schema import Schema
+from kvlease.runtime.counters import Counters
+from kvlease.runtime.estimates import Estimates
+from kvlease.runtime.mailbox import Mailbox
+from kvlease.runtime.messages import StepKind, StepOrder
+from kvlease.runtime.sequence import Phase, Sequence
+from kvlease.runtime.transfer import Transfer
+from kvlease.runtime.transfer_plan import Hold, TransferObserver, TransferPlan
+from kvlease.units import StepId, TransferId
+
+
+@final
+class EngineCore:
+    """State of one engine, touched only by the scheduler's task (and read for statistics)."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelRunner,
+        pool: UnifiedPool,
+        sink: EventSink,
+        clock: Clock,
+        identity: CacheIdentity,
+        counters: Counters,
+    ) -> None:
+        """Start with nothing waiting and nothing running."""
+        self.config = config
+        self.model = model
+        self.pool = pool
+        self.sink = sink
+        self.clock = clock
+        self.identity = identity
+        self.root = identity.root()
+        self.counters = counters
+        self.estimates = Estimates(is_choosing=config.load_or_recompute)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.steps: dict[StepKind, StepOrder | None] = {"prefill": None, "decode": None}
+        self.transfers: dict[PlannedTransfer, Transfer] = {}
+        self.planned: dict[TransferId, PlannedTransfer] = {}
+        self.transfer_observer: TransferObserver | None = None
+        self.loader: Mailbox[Transfer] | None = None
+        self._last_step = 0
+        self._last_admission = 0
+
+    @property
+    def schema(self) -> Schema:
+        """The model's cached state."""
+        return self.pool.schema
+
+    def next_step(self) -> StepId:
+        """Return a new step id."""
+        self._last_step += 1
+        return StepId(self._last_step)
+
+    def next_admission(self) -> int:
+        """Return the order of an admission; the newest is preempted first."""
+        self._last_admission += 1
+        return self._last_admission
+
+    def in_phase(self, phase: Phase) -> list[Sequence]:
+        """Running sequences of one phase that are in no step, oldest admission first."""
+        return [seq for seq in self.running if seq.phase is phase and not seq.in_step]
+
+    def start_transfer(self, planned: PlannedTransfer) -> None:
+        """Hand a planned transfer to the loader, with its deadline and both ends held."""
+        plan = TransferPlan(
+            id=planned.id,
+            kind=planned.kind,
+            copies=planned.copies,
+            num_layers=self.schema.num_layers,
+            deadline_s=self.config.load_timeout_s,
+            owner="loader",
+            holds=(_Ends(self.pool, planned),),
+            empty_layers=_empty_layers(self.schema, planned),
+        )
+        transfer = Transfer(plan, clock=self.clock, observer=self.transfer_observer)
+        self.transfers[planned] = transfer
+        self.planned[planned.id] = planned
+        assert self.loader is not None, "the engine connects the loader before it schedules"
+        self.loader.send_nowait(transfer)
+
+
+@final
+class _Ends:
+    """Both ends of a transfer, let go when it has settled."""
+
+    def __init__(self, pool: UnifiedPool, planned: PlannedTransfer) -> None:
+        self._pool = pool
+        self._planned = planned
+
+    def close(self) -> None:
+        self._pool.transfers.settled(self._planned)
+
+
+def _empty_layers(schema: Schema, planned: PlannedTransfer) -> frozenset[int]:
+    """Layers that hold no bytes of this transfer by the schema, not by what happens to be planned."""
+    return frozenset(
+        layer.id
+        for layer in schema.layers
+        if not (planned.source and layer.spans)
+        and not (planned.tails and any(tail.kept_rows for tail in layer.tails))
+    )

@@ -1,0 +1,172 @@
+"""The journal: turns what steps and transfers do into the log's events.
+
+Each method is called by the code that makes the transition (R14). A transfer's calls come from
+stream workers too; the log takes them from any thread, before any reader can see the transition.
+"""
+
+import time
+from typing import final
+
+from kvlease.pools.held import PlannedTransfer
+from kvlease.pools.memory import Memory
+from kvlease.protocols.event_base import EventSink
+from kvlease.protocols.event_pages import LeaseWait
+from kvlease.protocols.event_work import (
+    Opening,
+    Row,
+    StepDiscarded,
+    StepDone,
+    StepRead,
+    TransferDone,
+    TransferFail,
+    TransferLate,
+    TransferLayerDone,
+    TransferPlan,
+    TransferRecord,
+    TransferRevoke,
+)
+from kvlease.protocols.ports import SampledToken
+from kvlease.runtime.messages import StepOrder
+from kvlease.runtime.transfer import Transfer
+from kvlease.units import LayerId, LeaseId, TransferId
+
+
+@final
+class TransferJournal:
+    """Writes the events of transfers; implements `transfer_plan.TransferObserver`."""
+
+    def __init__(
+        self, sink: EventSink, memory: Memory, planned: dict[TransferId, PlannedTransfer]
+    ) -> None:
+        """Borrows the log, the books (for page generations) and the engine's planned transfers."""
+        self._sink = sink
+        self._memory = memory
+        self._planned = planned
+
+    def planned(self, transfer: Transfer) -> None:
+        """The transfer exists, with both ends held."""
+        if not self._sink.audit:
+            return
+        plan, planned = transfer.plan, self._planned[transfer.plan.id]
+        memory = self._memory
+        is_load = plan.kind == "load"
+        source, target = (memory.host, memory.device) if is_load else (memory.device, memory.host)
+        boundary = planned.boundary_page
+        tails = [] if boundary < 0 else [(boundary, 1, memory.device.epochs[boundary])]
+        layers = {order.layer for order in plan.copies}
+        self._sink.emit(
+            TransferPlan(
+                transfer=plan.id,
+                direction="load" if is_load else "store",
+                source_tier="host" if is_load else "device",
+                source=source.runs(planned.source),
+                source_lease=planned.source_lease,
+                destination_tier="device" if is_load else "host",
+                destination=target.runs(planned.destination),
+                destination_lease=planned.destination_lease,
+                tail_pages=tails,
+                layers=(min(layers), max(layers) - min(layers) + 1),
+                components=sorted({order.component for order in plan.copies}),
+                nbytes=plan.nbytes,
+                deadline_ns=time.monotonic_ns() + round(plan.deadline_s * 1e9),
+                owner=plan.owner,
+            )
+        )
+
+    def recorded(self, transfer: Transfer, layer: LayerId) -> None:
+        """Readers may order a stream behind this layer from now on."""
+        if self._sink.audit:
+            self._sink.emit(TransferRecord(transfer=transfer.plan.id, layers=(layer, 1)))
+
+    def layer_done(self, transfer: Transfer, layer: LayerId, nbytes: int) -> None:
+        """All components of the layer have arrived."""
+        if self._sink.audit:
+            self._sink.emit(
+                TransferLayerDone(transfer=transfer.plan.id, layers=(layer, 1), nbytes=nbytes)
+            )
+
+    def done(self, transfer: Transfer, nbytes: int) -> None:
+        """Everything planned has arrived."""
+        if self._sink.audit:
+            self._sink.emit(TransferDone(transfer=transfer.plan.id, nbytes=nbytes))
+
+    def failed(self, transfer: Transfer, reason: str, message: str) -> None:
+        """The transfer ended without all its bytes."""
+        if not self._sink.normal:
+            return
+        plan = transfer.plan
+        if reason == "late":
+            self._sink.emit(TransferLate(transfer=plan.id, owner=plan.owner))
+        elif reason == "revoked":
+            self._sink.emit(TransferRevoke(transfer=plan.id, reason=message))
+        else:
+            self._sink.emit(TransferFail(transfer=plan.id, reason=f"{reason}: {message}"))
+
+    def settled(self, transfer: Transfer) -> None:
+        """Both ends are let go; their lease.close events are written by the pools."""
+
+
+@final
+class GateJournal:
+    """Counts and writes the waits that readers really did; implements `GateObserver`."""
+
+    def __init__(self, sink: EventSink) -> None:
+        """Borrows the log."""
+        self._sink = sink
+        self.waits = 0
+
+    def waited(self, lease: LeaseId, layer: LayerId, transfer: str) -> None:
+        """A reader was made to wait for one layer of a transfer."""
+        self.waits += 1
+        if self._sink.audit:
+            self._sink.emit(
+                LeaseWait(
+                    lease=lease,
+                    layer=layer,
+                    components=[],
+                    transfer=int(transfer.rpartition(" ")[2]),
+                    owner="loader",
+                    deadline_ns=0,
+                )
+            )
+
+
+def step_done(
+    sink: EventSink, order: StepOrder, tokens: tuple[tuple[SampledToken, ...], ...]
+) -> None:
+    """Write what a verified step read and published."""
+    if not sink.audit:
+        return
+    step = order.inputs.step
+    _step_read(sink, order)
+    rows = [
+        Row(
+            seq.request.id,
+            seq.require_held().lease.id,
+            part.start,
+            len(part.tokens) + max(0, len(drawn) - 1),
+            len(drawn),
+        )
+        for seq, part, drawn in zip(order.members, order.inputs.sequences, tokens, strict=True)
+    ]
+    sink.emit(StepDone(step=step, read=step, rows=rows, kind=order.kind))
+
+
+def step_discarded(sink: EventSink, order: StepOrder, error: Exception | None) -> None:
+    """Write that a step publishes nothing, and why."""
+    if sink.normal:
+        if sink.audit:
+            _step_read(sink, order)
+        reason = "cancelled" if error is None else str(error)
+        step = order.inputs.step
+        sink.emit(StepDiscarded(step=step, read=step, reason=reason))
+
+
+def _step_read(sink: EventSink, order: StepOrder) -> None:
+    """One line for all layers that the step opened, run by run of equal log position."""
+    opens = [
+        Opening(seq.require_held().lease.id, first, count, after)
+        for seq in order.members
+        for first, count, after in order.lease.opened
+    ]
+    sink.emit(StepRead(step=order.inputs.step, opens=opens))

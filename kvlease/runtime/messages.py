@@ -1,0 +1,89 @@
+"""Messages to the scheduler and from it to the step workers.
+
+Requests are imperative, facts are past participles. All travel through typed mailboxes inside one
+process; a message that carries leases moves them to the receiver.
+"""
+
+from typing import Literal, TypeAlias
+
+import trio
+from attrs import define, frozen
+
+from kvlease.protocols.ownership import StepLease
+from kvlease.protocols.ports import SampledToken, StepInput
+from kvlease.runtime.request import Request
+from kvlease.runtime.sequence import Sequence
+from kvlease.runtime.transfer import Transfer
+
+StepKind: TypeAlias = Literal["prefill", "decode"]
+
+
+@frozen
+class Submit:
+    """Queue a request."""
+
+    request: Request
+
+
+@frozen
+class Cancel:
+    """End a request; its caller has gone or wants no more."""
+
+    request: Request
+
+
+@frozen
+class Flush:
+    """Forget everything cached: the weights changed. ``done`` is set when it has happened."""
+
+    done: trio.Event
+
+
+@frozen
+class KeepTail:
+    """Copy a member's state at a boundary into a tail slot right after the step."""
+
+    member: int
+    boundary: int
+    tail_slot: int
+
+
+@define(eq=False)
+class StepOrder:
+    """One batch to run: takes the step lease; the members' own leases stay with the scheduler."""
+
+    kind: StepKind
+    members: tuple[Sequence, ...]
+    inputs: StepInput
+    lease: StepLease
+    keeps: tuple[KeepTail, ...]
+    started_s: float
+
+
+@frozen
+class StepEnded:
+    """A step is over and its device work has ended, whatever became of it.
+
+    ``tokens`` per member, or None when the step has to be discarded because of ``error``.
+    """
+
+    order: StepOrder
+    tokens: tuple[tuple[SampledToken, ...], ...] | None
+    error: Exception | None
+
+
+@frozen
+class TransferEnded:
+    """A transfer reached its final state; readers may be told."""
+
+    transfer: Transfer
+
+
+@frozen
+class TransferSettled:
+    """No copy of a transfer will touch memory any more."""
+
+    transfer: Transfer
+
+
+SchedulerMessage: TypeAlias = Submit | Cancel | Flush | StepEnded | TransferEnded | TransferSettled

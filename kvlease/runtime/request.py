@@ -1,0 +1,154 @@
+"""One call of ``generate`` as the scheduler and its caller share it.
+
+The scheduler owns everything but the outbox's reading end; the caller sees tokens as they are
+published and then one result, always (R9). Nothing here decides when a request runs.
+"""
+
+import math
+from array import array
+
+import trio
+from attrs import define, field, frozen
+
+from kvlease.errors import KVLeaseError
+from kvlease.protocols.config import SamplingParams
+from kvlease.protocols.events import Usage
+from kvlease.protocols.ports import Sampling
+from kvlease.units import RequestId
+
+
+@frozen
+class TokenEvent:
+    """One published token of an answer.
+
+    ``logprob`` and ``top_logprobs`` are there if asked for; ``digest`` hashes the row of logits it
+    was drawn from, if the engine keeps digests.
+    """
+
+    index: int
+    token: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    digest: bytes | None = None
+
+
+@frozen
+class GenerateResult:
+    """How a request ended.
+
+    finish_reason: ``stop`` (EOS or stop token), ``length``, ``cancelled``. Times in seconds:
+    ``ttft_s`` from submission to the first token (None if none came), ``tpot_s`` the mean between
+    later tokens (None below two), ``stall_s`` how long its steps really waited for transfers.
+    """
+
+    tokens: tuple[int, ...]
+    finish_reason: str
+    usage: Usage
+    ttft_s: float | None
+    tpot_s: float | None
+    digests: tuple[bytes, ...] = ()
+
+
+def token_bytes(tokens: "array[int] | list[int]") -> bytes:
+    """Return token ids as int32 little-endian bytes, the form prompts have from the door on."""
+    return (tokens if isinstance(tokens, array) else array("i", tokens)).tobytes()
+
+
+@define(eq=False)
+class Request:
+    """A request on its way through the engine; mutable, owned by the scheduler.
+
+    ``prompt`` is int32 bytes. ``hits`` and ``reasons`` are filled at its first admission and
+    corrected when a load fails, so that every prompt token stays in one bucket (R12).
+    """
+
+    id: RequestId
+    prompt: bytes
+    params: SamplingParams
+    submitted_s: float
+    deadline_s: float
+    parent: RequestId = RequestId(0)
+    outbox: "trio.MemorySendChannel[TokenEvent]" = field(init=False)
+    inbox: "trio.MemoryReceiveChannel[TokenEvent]" = field(init=False)
+    ended: trio.Event = field(init=False, factory=trio.Event)
+    result: GenerateResult | None = field(init=False, default=None)
+    error: KVLeaseError | None = field(init=False, default=None)
+    output: list[TokenEvent] = field(init=False, factory=list)
+    first_token_s: float | None = field(init=False, default=None)
+    last_token_s: float | None = field(init=False, default=None)
+    hit_device: int = field(init=False, default=0)
+    hit_host: int = field(init=False, default=0)
+    recomputed: int = field(init=False, default=0)
+    is_admitted: bool = field(init=False, default=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Open the outbox; it never blocks the scheduler, max_tokens bounds it."""
+        self.outbox, self.inbox = trio.open_memory_channel[TokenEvent](math.inf)
+
+    @property
+    def num_prompt(self) -> int:
+        """Prompt length in tokens."""
+        return len(self.prompt) // 4
+
+    def prompt_tokens(self) -> "array[int]":
+        """Return the prompt's token ids; the caller owns the array."""
+        tokens = array("i")
+        tokens.frombytes(self.prompt)
+        return tokens
+
+    def publish(self, event: TokenEvent, now_s: float) -> None:
+        """Hand one token to the caller; a caller that has gone is no error."""
+        self.output.append(event)
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        self.last_token_s = now_s
+        try:
+            self.outbox.send_nowait(event)
+        except trio.BrokenResourceError:
+            return
+
+    def usage(self) -> Usage:
+        """Return where the request's tokens came from; the prompt's buckets sum to it (R12)."""
+        hits = self.hit_device + self.hit_host
+        return Usage(
+            prompt=self.num_prompt,
+            hit_device=self.hit_device,
+            hit_host=self.hit_host,
+            computed=self.num_prompt - hits if self.is_admitted else 0,
+            recomputed=self.recomputed,
+            output=len(self.output),
+        )
+
+    def end(self, finish_reason: str, error: KVLeaseError | None = None) -> None:
+        """Make the request terminal, exactly once: set the result or the error, wake the caller."""
+        assert not self.ended.is_set(), "a request ends once"
+        ttft = None if self.first_token_s is None else self.first_token_s - self.submitted_s
+        tpot = None
+        if self.first_token_s is not None and self.last_token_s is not None and len(self.output) > 1:
+            tpot = (self.last_token_s - self.first_token_s) / (len(self.output) - 1)
+        digests = tuple(e.digest for e in self.output if e.digest is not None)
+        tokens = tuple(e.token for e in self.output)
+        self.error = error
+        self.result = GenerateResult(tokens, finish_reason, self.usage(), ttft, tpot, digests)
+        self.ended.set()
+        self.outbox.close()
+
+    def sampling(self, eos: frozenset[int]) -> Sampling:
+        """Return how to draw the next token, given how many are out."""
+        p = self.params
+        stops = p.stop_tokens if p.ignore_eos else p.stop_tokens | eos
+        banned: tuple[int, ...] = ()
+        if len(self.output) < p.min_tokens:
+            banned = tuple(sorted(stops))
+        return Sampling(p.temperature, p.top_k, p.top_p, p.seed, banned, p.logprobs)
+
+    def finish_reason(self, eos: frozenset[int]) -> str | None:
+        """Return why the answer is complete after its last token, or None if it is not."""
+        last = self.output[-1].token
+        p = self.params
+        enough = len(self.output) >= p.min_tokens
+        if enough and (last in p.stop_tokens or (last in eos and not p.ignore_eos)):
+            return "stop"
+        if len(self.output) >= p.max_tokens:
+            return "length"
+        return None

@@ -1,0 +1,96 @@
+"""A request's running state in the scheduler: its tokens, what is computed, what it holds.
+
+Pure book-keeping between two steps; it decides nothing about pages or batches.
+"""
+
+from __future__ import annotations
+
+from array import array
+from enum import Enum
+
+from attrs import define, field
+
+from kvlease.errors import KVLeaseError
+from kvlease.pools.held import Held
+from kvlease.runtime.request import Request
+
+
+class Phase(Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    ENDED = "ended"
+
+
+@define(eq=False)
+class Sequence:
+    """One request between submission and its end.
+
+    ``tokens`` are prompt and answer so far; rows exist for the first ``num_computed``. ``goal`` is
+    how many have to be computed before the next token can be drawn. ``ending`` is why it will end
+    as soon as the step it is in is over.
+    """
+
+    request: Request
+    tokens: array[int]
+    page_tokens: int
+    phase: Phase = Phase.WAITING
+    num_computed: int = 0
+    held: Held | None = None
+    in_step: bool = False
+    ending: str | None = None
+    error: KVLeaseError | None = None
+    admitted_order: int = 0
+    num_preempted: int = 0
+    num_failed_loads: int = 0
+    num_restarts: int = 0
+    recompute_below: int = field(default=0)
+    """Positions below this had been computed once already; computing them again is counted."""
+
+    @property
+    def avoids_cache(self) -> bool:
+        """Whether loads have failed it so often that it computes everything itself."""
+        return self.num_failed_loads >= 2
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and answer so far, in tokens."""
+        return len(self.tokens)
+
+    @property
+    def full_pages(self) -> int:
+        """Whole pages among the computed tokens."""
+        return self.num_computed // self.page_tokens
+
+    @property
+    def last_boundary(self) -> int:
+        """The last page boundary at which a later, equal prompt could resume, in tokens."""
+        return (self.num_tokens - 1) // self.page_tokens * self.page_tokens
+
+    def token_bytes(self, num_tokens: int | None = None) -> bytes:
+        """Return the first tokens (all by default) as int32 bytes."""
+        return self.tokens[:num_tokens].tobytes()
+
+    def next_cut(self, tail_every: int) -> int:
+        """Return where the current prefill chunk has to end at the latest, in tokens.
+
+        At boundaries where a tail is kept by policy, at the last boundary of the prompt, and at the
+        prompt's end: a tail can be copied only right after the step that reaches its boundary.
+        """
+        stride = tail_every * self.page_tokens
+        cut = (self.num_computed // stride + 1) * stride
+        if self.num_computed < self.last_boundary:
+            cut = min(cut, self.last_boundary)
+        return min(cut, self.num_tokens)
+
+    def keeps_tail(self, boundary: int, tail_every: int) -> bool:
+        """Whether policy wants a tail that stays at this boundary (a turn's end aside)."""
+        pages, rest = divmod(boundary, self.page_tokens)
+        return rest == 0 and (pages % tail_every == 0 or boundary == self.last_boundary)
+
+    def require_held(self) -> Held:
+        """Return what the sequence holds; only a running one holds anything."""
+        assert self.held is not None, "a running sequence holds pages"
+        return self.held

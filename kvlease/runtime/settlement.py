@@ -1,0 +1,262 @@
+"""Settlement: what a finished step, a finished transfer, or an early end means for sequences.
+
+Tokens are published and pages sealed only here, after the step has been verified (R2); every way
+a sequence can leave the running set goes through `retire` or `restart`, so that its pages come back
+on each of them.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+from kvlease.errors import KVLeaseError, PagesUnavailable, RequestFailed
+from kvlease.pools.held import PlannedTransfer
+from kvlease.pools.prefix_node import Tail
+from kvlease.protocols.events import RequestFailed as RequestFailedEvent
+from kvlease.protocols.events import RequestFinished, RequestPreempted
+from kvlease.protocols.ports import CompletionState, SampledToken
+from kvlease.runtime.core import EngineCore
+from kvlease.runtime.journal import step_discarded, step_done
+from kvlease.runtime.messages import KeepTail, StepEnded, StepOrder
+from kvlease.runtime.request import TokenEvent
+from kvlease.runtime.sequence import Phase, Sequence
+from kvlease.runtime.transfer import Transfer
+
+MAX_RESTARTS = 3
+"""Step failures of one request's own making before it is failed instead of tried again."""
+
+
+@final
+class Settlement:
+    """Applies ends; owns no state of its own."""
+
+    def __init__(self, core: EngineCore) -> None:
+        """Borrows the core for the life of the engine."""
+        self._core = core
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def step_ended(self, ended: StepEnded) -> None:
+        """Publish a verified step, or discard it and start its sequences over."""
+        core, order = self._core, ended.order
+        core.steps[order.kind] = None
+        core.counters.steps += 1
+        for seq in order.members:
+            seq.in_step = False
+        if ended.tokens is None:
+            self._discard(order, ended.error)
+            return
+        step_done(core.sink, order, ended.tokens)
+        self._learn_rate(order)
+        keeps = {keep.member: keep for keep in order.keeps}
+        for member, (seq, drawn) in enumerate(zip(order.members, ended.tokens, strict=True)):
+            computed = len(order.inputs.sequences[member].tokens) + max(0, len(drawn) - 1)
+            self._advance(seq, computed, drawn, keeps.get(member))
+
+    def _learn_rate(self, order: StepOrder) -> None:
+        if order.kind == "prefill":
+            tokens = sum(len(part.tokens) for part in order.inputs.sequences)
+            self._core.estimates.computed(tokens, self._core.clock.now() - order.started_s)
+
+    def _advance(
+        self,
+        seq: Sequence,
+        computed: int,
+        drawn: tuple[SampledToken, ...],
+        keep: KeepTail | None,
+    ) -> None:
+        core = self._core
+        before = seq.num_computed
+        seq.num_computed += computed
+        again = min(seq.num_computed, seq.recompute_below) - before
+        if again > 0:
+            seq.request.recomputed += again
+        held = seq.require_held()
+        held.lease.commit(seq.num_computed)
+        if seq.ending is None:
+            self._publish(seq, drawn)
+        tail = self._seal(seq, keep)
+        if seq.ending is not None:
+            self.retire(seq)
+            return
+        if drawn:
+            seq.phase = Phase.DECODE
+            reason = seq.request.finish_reason(core.model.eos_tokens)
+            if reason is not None:
+                self.retire(seq, reason)
+                return
+        self._store(seq, tail)
+
+    def _publish(self, seq: Sequence, drawn: tuple[SampledToken, ...]) -> None:
+        core, request = self._core, seq.request
+        now = core.clock.now()
+        for one in drawn:
+            index = len(request.output)
+            event = TokenEvent(index, one.token, one.logprob, one.top_logprobs, one.digest)
+            request.publish(event, now)
+            seq.tokens.append(one.token)
+            if request.finish_reason(core.model.eos_tokens) is not None:
+                break
+
+    def _seal(self, seq: Sequence, keep: KeepTail | None) -> Tail | None:
+        """Seal what the step filled and show the tail it kept; return that tail."""
+        core, held = self._core, seq.require_held()
+        full = min(seq.full_pages, len(seq.tokens) // seq.page_tokens)
+        if core.config.prefix_cache and full > held.lease.sealed:
+            tokens = seq.token_bytes(full * seq.page_tokens)
+            core.pool.seal(held, tokens, full, seq.request.id)
+        if keep is None:
+            return None
+        if keep.boundary > held.lease.sealed * seq.page_tokens:
+            core.pool.free_tail_slot(keep.tail_slot)
+            return None
+        stays = seq.keeps_tail(keep.boundary, core.config.tail_every)
+        rolling = seq.phase is Phase.DECODE and not stays
+        tail = core.pool.put_tail(held, keep.boundary, keep.tail_slot, rolling=rolling)
+        return None if rolling else tail
+
+    def _discard(self, order: StepOrder, error: Exception | None) -> None:
+        """Publish nothing of a step; its sequences start over from what is sealed (R2)."""
+        core = self._core
+        core.counters.discarded_steps += 1
+        step_discarded(core.sink, order, error)
+        for keep in order.keeps:
+            core.pool.free_tail_slot(keep.tail_slot)
+        for seq in order.members:
+            lost = seq.require_held().is_lost
+            if not lost:
+                seq.num_restarts += 1
+            if seq.ending is not None:
+                self.retire(seq)
+            elif seq.num_restarts > MAX_RESTARTS:
+                message = f"request {seq.request.id}: its step failed {MAX_RESTARTS + 1} times"
+                seq.ending, seq.error = "failed", RequestFailed(f"{message}: {error}")
+                self.retire(seq)
+            else:
+                self.restart(seq, "load_failed" if lost else "step_failed")
+
+    # -- transfers -----------------------------------------------------------------------------
+
+    def transfer_ended(self, transfer: Transfer) -> None:
+        """Tell the index and the readers; a failed load makes its readers start over (R9)."""
+        core = self._core
+        planned = core.planned[transfer.plan.id]
+        is_done = transfer.state is CompletionState.DONE
+        if is_done:
+            core.pool.transfers.done(planned)
+            self._count_done(planned, transfer)
+        else:
+            reason = "failed" if transfer.problem is None else transfer.problem.reason
+            core.counters.failed_transfers += 1
+            core.counters.transfer_timeouts += reason == "late"
+            core.pool.transfers.lost(planned, reason)
+        for seq in list(core.running):
+            held = seq.held
+            if held is None or planned not in held.arrivals:
+                continue
+            if is_done:
+                held.arrivals.remove(planned)
+                held.lease.pending.remove(transfer)
+            elif not seq.in_step:
+                self.restart(seq, "load_failed")
+
+    def _count_done(self, planned: PlannedTransfer, transfer: Transfer) -> None:
+        counters = self._core.counters
+        if planned.kind == "load":
+            counters.loads += 1
+            counters.restored_bytes += planned.nbytes
+            seconds = self._core.clock.now() - transfer.planned_at
+            self._core.estimates.loaded(planned.nbytes, seconds)
+        else:
+            counters.stores += 1
+            counters.stored_bytes += planned.nbytes
+
+    def transfer_settled(self, transfer: Transfer) -> None:
+        """Forget a transfer whose copies have all returned; its ends are free already."""
+        planned = self._core.planned.pop(transfer.plan.id)
+        del self._core.transfers[planned]
+
+    def _store(self, seq: Sequence, tail: Tail | None) -> None:
+        """Copy newly sealed pages to the host as the write policy asks, if there is room."""
+        core = self._core
+        policy = core.config.write_policy
+        if policy == "back" or not core.config.host_pages or not core.config.prefix_cache:
+            return
+        tails = [] if tail is None else [tail]
+        # A page counts as asked for again once a second request has found it in the index.
+        min_hits = 1 if policy == "selective" else 0
+        try:
+            planned = core.pool.transfers.plan_store(seq.require_held(), min_hits, tails)
+        except PagesUnavailable:
+            core.counters.skipped_stores += 1
+            return
+        if planned is not None:
+            core.start_transfer(planned)
+
+    # -- leaving the running set ---------------------------------------------------------------
+
+    def retire(self, seq: Sequence, reason: str | None = None) -> None:
+        """End a sequence that is in no step: give its pages back and make its request terminal."""
+        core, request = self._core, seq.request
+        assert not seq.in_step, "a sequence in a step ends when the step has"
+        if seq.held is not None:
+            self._store(seq, seq.held.rolling_tail)
+            core.pool.close(seq.held)
+            seq.held = None
+            core.running.remove(seq)
+        elif seq in core.waiting:
+            core.waiting.remove(seq)
+        seq.phase = Phase.ENDED
+        self._terminate(seq, reason or seq.ending or "failed", seq.error)
+
+    def _terminate(self, seq: Sequence, reason: str, error: KVLeaseError | None) -> None:
+        core, request = self._core, seq.request
+        request.end(reason, error)
+        usage = request.usage()
+        counters = core.counters
+        counters.prompt_tokens += usage.prompt if request.is_admitted else 0
+        counters.output_tokens += usage.output
+        counters.hit_device += usage.hit_device
+        counters.hit_host += usage.hit_host
+        counters.computed_tokens += usage.computed
+        counters.recomputed_tokens += usage.recomputed
+        if error is not None:
+            counters.failed += 1
+            if core.sink.normal:
+                core.sink.emit(RequestFailedEvent(request=request.id, reason=str(error), usage=usage))
+            return
+        counters.finished += reason != "cancelled"
+        counters.cancelled += reason == "cancelled"
+        if core.sink.normal:
+            first = request.first_token_s
+            ttft_us = 0 if first is None else round((first - request.submitted_s) * 1e6)
+            core.sink.emit(
+                RequestFinished(request=request.id, reason=reason, usage=usage, ttft_us=ttft_us)
+            )
+
+    def restart(self, seq: Sequence, reason: str) -> None:
+        """Take a sequence off its pages and queue it first; what is sealed stays cached."""
+        core = self._core
+        held = seq.require_held()
+        if held.is_lost:
+            seq.num_failed_loads += 1
+            if not seq.request.output and not seq.num_preempted:
+                seq.request.is_admitted = False  # its hits were none: count it anew (R12)
+        else:
+            seq.num_preempted += 1
+            core.counters.preempted += 1
+        kept = held.lease.sealed * seq.page_tokens
+        seq.recompute_below = max(seq.recompute_below, seq.num_computed)
+        if core.sink.normal:
+            dropped = seq.num_computed - kept
+            core.sink.emit(
+                RequestPreempted(
+                    request=seq.request.id, reason=reason, kept_tokens=kept, dropped_tokens=dropped
+                )
+            )
+        core.pool.close(held)
+        seq.held = None
+        seq.num_computed = 0
+        seq.phase = Phase.WAITING
+        core.running.remove(seq)
+        core.waiting.appendleft(seq)

@@ -1,0 +1,78 @@
+"""The step worker: runs one batch after another through the model on the compute stream.
+
+The prefill task and the decode task are two of these, so that a prefill that waits for a transfer
+never keeps decode from being planned. A worker knows nothing of queues or pages; it reports every
+step exactly once, and only after the step's device work has ended.
+"""
+
+from functools import partial
+from typing import final
+
+import trio
+
+from kvlease.errors import TransferFailed
+from kvlease.pools.unified import UnifiedPool
+from kvlease.protocols.ports import ModelRunner, SampledToken, Stream
+from kvlease.runtime.mailbox import Mailbox
+from kvlease.runtime.messages import SchedulerMessage, StepEnded, StepOrder
+
+Tokens = tuple[tuple[SampledToken, ...], ...]
+
+
+@final
+class StepWorker:
+    """Actor that turns step orders into step results; takes each order's step lease."""
+
+    def __init__(
+        self,
+        mailbox: Mailbox[StepOrder],
+        scheduler: Mailbox[SchedulerMessage],
+        model: ModelRunner,
+        pool: UnifiedPool,
+        stream: Stream,
+    ) -> None:
+        """Borrows everything for the life of the engine."""
+        self.mailbox = mailbox
+        self._scheduler = scheduler
+        self._model = model
+        self._pool = pool
+        self._stream = stream
+
+    async def run(self) -> None:
+        """Serve orders until the mailbox closes.
+
+        An error other than a failed transfer is reported and then raised to the supervisor.
+        """
+        async for order in self.mailbox:
+            scope = self._stream.scope()
+            try:
+                tokens = await self._forward(order, scope)
+            except TransferFailed as error:
+                await self._discard(order, scope, error)
+            except BaseException as error:
+                reported = error if isinstance(error, Exception) else None
+                await self._discard(order, scope, reported)
+                raise
+            else:
+                order.lease.close()
+                self._scheduler.send_nowait(StepEnded(order, tokens, None))
+
+    async def _forward(self, order: StepOrder, scope: Stream) -> Tokens:
+        result = await self._model.forward(order.inputs, order.lease, scope)
+        for keep in order.keeps:
+            slot = order.members[keep.member].require_held().lease.slot
+            work = partial(self._pool.keep_tail, slot, keep.tail_slot, keep.boundary)
+            scope.launch(work)
+        await scope.record().wait_done()
+        await order.lease.verify()
+        return tuple(tuple(drawn) for drawn in result.tokens())
+
+    async def _discard(self, order: StepOrder, scope: Stream, error: Exception | None) -> None:
+        """Report a step that publishes nothing, once its launched work has really ended."""
+        with trio.CancelScope(shield=True):
+            try:
+                await scope.record().wait_done()
+            except TransferFailed:
+                pass  # the scope's own failure: its work was skipped or has raised
+            order.lease.close()
+            self._scheduler.send_nowait(StepEnded(order, None, error))
