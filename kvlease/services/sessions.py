@@ -17,7 +17,8 @@ Tokens = bytes
 
 def pack(tokens: Iterable[int]) -> Tokens:
     """Turn token ids into int32 bytes."""
-    return array("i", tokens).tobytes()
+    # A list, because an array would take bytes for int32 already.
+    return array("i", list(tokens)).tobytes()
 
 
 def unpack(tokens: Tokens) -> list[int]:

@@ -1,0 +1,147 @@
+"""`kvlease doctor`: what this machine can do, and which optional parts are installed.
+
+torch is asked in a process of its own, so that a broken installation of it is a finding and not the
+end of the doctor. This module loads no torch.
+"""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from kvlease.version import __version__
+
+PROBE_TIMEOUT_S = 120.0
+"""How long torch may take to load, the embedded model to start, and exactness to be proven."""
+
+_TORCH_PROBE = """
+import json, torch
+devices = range(torch.cuda.device_count())
+print(json.dumps({
+    "version": torch.__version__,
+    "threads": torch.get_num_threads(),
+    "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+    "devices": [torch.cuda.get_device_name(i) for i in devices],
+    "memory": [torch.cuda.get_device_properties(i).total_memory for i in devices],
+}))
+"""
+_EXACT_PROBE = """
+import trio, kvlease
+async def main():
+    async with kvlease.open_engine(None, kvlease.EngineConfig(exact=True)):
+        print("{}")
+trio.run(main)
+"""
+
+State = Literal["ok", "absent", "broken"]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing looked at: ``ok``, ``absent`` (optional and not there), or ``broken``."""
+
+    name: str
+    state: State
+    detail: str
+
+
+class Diagnosis(msgspec.Struct, frozen=True):
+    """What the doctor found; ``can_serve`` is whether the embedded model runs here."""
+
+    version: str
+    can_serve: bool
+    findings: list[Finding]
+
+
+class _TorchFacts(msgspec.Struct):
+    version: str
+    threads: int
+    cuda: str | None
+    devices: list[str]
+    memory: list[int]
+
+
+def _probe(code: str) -> tuple[bool, str]:
+    """Run code in a process of its own; return whether it ended well, and its last line."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=PROBE_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False, f"no answer after {PROBE_TIMEOUT_S:.0f} s"
+    said = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    last = said[-1] if said else f"ended with status {done.returncode}"
+    return done.returncode == 0, last
+
+
+def _package(name: str, purpose: str) -> Finding:
+    try:
+        return Finding(name, "ok", f"{importlib.metadata.version(name)} ({purpose})")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, "absent", f"not installed ({purpose})")
+
+
+def _gigabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.0f} GB"
+
+
+def _machine() -> Iterator[Finding]:
+    yield Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}")
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not every system has affinities
+        cores = os.cpu_count() or 1
+    yield Finding("cores", "ok", str(cores))
+    try:
+        nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        yield Finding("memory", "ok", _gigabytes(nbytes))
+    except (AttributeError, ValueError, OSError):
+        yield Finding("memory", "absent", "the system does not tell")
+
+
+def _torch() -> Iterator[Finding]:
+    well, said = _probe(_TORCH_PROBE)
+    if not well:
+        yield Finding("torch", "broken", said)
+        return
+    facts = msgspec.json.decode(said, type=_TorchFacts)
+    yield Finding("torch", "ok", f"{facts.version}, {facts.threads} threads")
+    if facts.cuda is None:
+        yield Finding("cuda", "absent", "no CUDA device; --device cpu")
+    for name, memory in zip(facts.devices, facts.memory, strict=True):
+        yield Finding("cuda", "ok", f"{facts.cuda}, {name}, {_gigabytes(memory)}")
+
+
+def examine() -> Diagnosis:
+    """Look at everything; takes a few seconds, most of them torch's."""
+    findings = [*_machine(), *_torch()]
+    well, said = _probe(_EXACT_PROBE)
+    proof = "answers do not depend on batching: proven on the embedded model" if well else said
+    findings.append(Finding("exactness", "ok" if well else "broken", proof))
+    findings.append(_package("triton", "GPU kernels; extra `gpu`"))
+    findings.append(_package("tokenizers", "text prompts for checkpoints; extra `text`"))
+    findings.append(_package("transformers", "the oracle of the model tests; extra `test`"))
+    return Diagnosis(__version__, well, findings)
+
+
+def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
+    """Print a table on a terminal, plain lines otherwise."""
+    if console.is_terminal:
+        table = Table("what", "", "found", title=f"kvlease {diagnosis.version}")
+        for finding in diagnosis.findings:
+            table.add_row(finding.name, finding.state, finding.detail)
+        console.print(table)
+        return
+    for f in diagnosis.findings:
+        line = f"{f.name}: {f.state}, {f.detail}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

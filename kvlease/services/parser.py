@@ -1,0 +1,167 @@
+"""The command line's grammar: subcommands, their options, and help that teaches.
+
+This module starts nothing and loads no torch.
+"""
+
+import argparse
+from typing import NoReturn
+
+from kvlease.errors import BadInput
+from kvlease.services.options import (
+    DoctorOptions,
+    GenerateOptions,
+    RunOptions,
+    add_common,
+    add_json,
+    common_of,
+)
+from kvlease.version import __version__
+
+_ABOUT = """\
+Serve sparse-attention language models from a hierarchical KV cache whose pages
+cannot be read before they have arrived, nor reused while somebody reads them.
+"""
+_FIRST_STEPS = """\
+first steps:
+  kvlease run --verify --sessions 16      serve 16 agent sessions, check every answer
+  kvlease generate --text "Hello"         one answer from the embedded model
+  kvlease doctor                          what this machine can do
+
+`kvlease COMMAND --help` lists a command's options. Exit status: 0 all is well,
+1 something was corrupt, hung or leaked, 2 the input was wrong, 130 interrupted.
+"""
+_RUN = """\
+Serve a workload and print a report. The built-in workload is --sessions tool-calling
+agents that share a long system prompt and work turn by turn on tasks of their own;
+--trace replays the requests of a file instead, --sessions at a time.
+"""
+_RUN_EXAMPLES = """\
+examples:
+  kvlease run --verify --json report.json
+      check every answer, tokens and logits, against a cold run of it alone
+  kvlease run --device-pages 160 --host-pages 4096 --log run.kvlog
+      press the device tier, restore from the host, keep the full event log
+  kvlease run --trace trace.jsonl --compute none --page-tokens 512 --device-pages 10000
+      what a cache of that size would hit on a whole trace, without a model's work
+"""
+_GENERATE_EXAMPLES = """\
+examples:
+  kvlease generate --text "def main():" --max-tokens 32
+  kvlease generate --model DIR --tokens-file prompts.json --ignore-eos --json answers.json
+      prompts.json: [[1, 2, 3], [4, 5]]   answers.json: {"outputs": [[...], [...]]}
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose refusals are errors of ours: one sentence, exit status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the command line."""
+        raise BadInput(f"{message} (see {self.prog} --help)")
+
+
+def _run_options(space: argparse.Namespace) -> RunOptions:
+    return RunOptions(
+        common=common_of(space),
+        trace=space.trace,
+        limit=space.limit,
+        scale=space.scale,
+        turns=space.turns,
+        compute=space.compute,
+        verify=space.verify,
+    )
+
+
+def _generate_options(space: argparse.Namespace) -> GenerateOptions:
+    return GenerateOptions(
+        common=common_of(space),
+        text=space.text,
+        tokens_file=space.tokens_file,
+        max_tokens=space.max_tokens,
+        min_tokens=space.min_tokens,
+        ignore_eos=space.ignore_eos,
+    )
+
+
+def _doctor_options(space: argparse.Namespace) -> DoctorOptions:
+    return DoctorOptions(json=space.json)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    work = parser.add_argument_group("workload")
+    work.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare every answer with a cold run of the same request alone (implies --exact)",
+    )
+    work.add_argument(
+        "--turns",
+        type=int,
+        metavar="N",
+        default=3,
+        help="requests of each built-in session (default: %(default)s)",
+    )
+    work.add_argument("--trace", metavar="FILE", help="a trace in the Mooncake JSONL format")
+    work.add_argument("--limit", type=int, metavar="N", help="only the first N requests of it")
+    work.add_argument(
+        "--scale", type=int, metavar="K", default=1, help="divide its lengths by K (default: 1)"
+    )
+    work.add_argument(
+        "--compute",
+        choices=["model", "none"],
+        default="model",
+        help="none: everything but the model's arithmetic, for cache studies",
+    )
+    add_common(parser, sessions=64)
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    prompt = parser.add_argument_group("prompt (one of them)").add_mutually_exclusive_group(
+        required=True
+    )
+    prompt.add_argument("--text", metavar="STR", help="one prompt as text")
+    prompt.add_argument("--tokens-file", metavar="FILE", help="prompts: a JSON list of int lists")
+    answer = parser.add_argument_group("answer (greedy)")
+    answer.add_argument("--max-tokens", type=int, metavar="N", default=64)
+    answer.add_argument(
+        "--min-tokens", type=int, metavar="N", default=0, help="no EOS before so many"
+    )
+    answer.add_argument("--ignore-eos", action="store_true", help="go on through EOS")
+    add_common(parser, sessions=16)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the whole grammar; a parsed namespace holds ``command`` and the command's options."""
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog="kvlease", description=_ABOUT, epilog=_FIRST_STEPS, formatter_class=plain)
+    parser.add_argument("--version", action="version", version=f"kvlease {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    run = commands.add_parser(
+        "run",
+        help="serve a workload, with a report",
+        description=_RUN,
+        epilog=_RUN_EXAMPLES,
+        formatter_class=plain,
+        allow_abbrev=False,
+    )
+    _add_run(run)
+    run.set_defaults(options=_run_options)
+    generate = commands.add_parser(
+        "generate",
+        help="answer one prompt, or a file of them",
+        description="Answer prompts, greedily, and print the answers in input order.",
+        epilog=_GENERATE_EXAMPLES,
+        formatter_class=plain,
+        allow_abbrev=False,
+    )
+    _add_generate(generate)
+    generate.set_defaults(options=_generate_options)
+    doctor = commands.add_parser(
+        "doctor",
+        help="what this machine can do, and which optional parts are installed",
+        description="Tell what this machine can do, and which optional parts are installed.",
+        allow_abbrev=False,
+    )
+    add_json(doctor)
+    doctor.set_defaults(options=_doctor_options)
+    return parser
