@@ -160,7 +160,7 @@ class Rig:
             inputs.append(SequenceInput(RequestId(number + 1), sequence.computed, part, how))
         # nothing is in flight in the rig, so the lease needs no members to wait for
         members = [sequence for sequence, _ in work]
-        lease = StepLease(LeaseId(1), [], members, self, self.schema.num_layers)
+        lease = StepLease(LeaseId(1), [], members, self, self.schema.num_layers, lambda: 0)
         step_input = StepInput(StepId(1), tuple(inputs), digests)
         result = run_now(self.model.forward(step_input, lease, InlineStream()))
         lease.close()
