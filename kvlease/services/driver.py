@@ -15,73 +15,13 @@ from attrs import define, field, frozen
 
 from kvlease.errors import BadInput, EngineFull, OperatingError
 from kvlease.protocols.config import SamplingParams
+from kvlease.protocols.events import Usage
+from kvlease.runtime.request import GenerateResult, TokenEvent
 from kvlease.services.sessions import Session, Tokens, Turn, num_tokens, pack
 from kvlease.services.workload import has_markup_error
 
 HUNG_GRACE_S = 5.0
 """How long after its deadline a request may still end before its session counts as hung."""
-
-
-class TokenEvent(Protocol):
-    """One token of an answer, as an engine streams it."""
-
-    @property
-    def token(self) -> int:
-        """The token's id."""
-        ...
-
-    @property
-    def digest(self) -> bytes | None:
-        """Hash of the row of logits it was drawn from, where asked for."""
-        ...
-
-
-class UsageOf(Protocol):
-    """Where the tokens of one request came from."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt; the buckets below sum to it."""
-        ...
-
-    @property
-    def hit_device(self) -> int:
-        """Tokens found on the device."""
-        ...
-
-    @property
-    def hit_host(self) -> int:
-        """Tokens restored from the host."""
-        ...
-
-    @property
-    def hit_storage(self) -> int:
-        """Tokens fetched from storage."""
-        ...
-
-    @property
-    def hit_remote(self) -> int:
-        """Tokens received from another engine."""
-        ...
-
-    @property
-    def computed(self) -> int:
-        """Tokens computed."""
-        ...
-
-    @property
-    def recomputed(self) -> int:
-        """Tokens computed again; outside the buckets."""
-        ...
-
-
-class AnswerOf(Protocol):
-    """The result of one request."""
-
-    @property
-    def usage(self) -> UsageOf:
-        """Where its tokens came from."""
-        ...
 
 
 class AnswerStream(Protocol):
@@ -92,7 +32,7 @@ class AnswerStream(Protocol):
         ...
 
     @property
-    def result(self) -> AnswerOf:
+    def result(self) -> GenerateResult:
         """The result, once the last token has come."""
         ...
 
@@ -141,10 +81,10 @@ class Tally:
     complaints: list[str] = field(factory=list[str])
     """Sentences about turns that failed or hung."""
 
-    def count(self, usage: UsageOf, output_tokens: int) -> None:
+    def count(self, usage: Usage, output_tokens: int) -> None:
         """Add one answered turn."""
         self.turns += 1
-        self.prompt_tokens += usage.prompt_tokens
+        self.prompt_tokens += usage.prompt
         self.output_tokens += output_tokens
         self.hit_device += usage.hit_device
         self.hit_host += usage.hit_host
@@ -174,7 +114,7 @@ class Answer:
 
 async def ask(
     engine: ServingEngine, prompt: Tokens, sampling: SamplingParams
-) -> tuple[Answer, UsageOf]:
+) -> tuple[Answer, Usage]:
     """Get one answer whole, trying again when the engine is full.
 
     Checkpoints: always. Raises what the engine raises.

@@ -198,3 +198,25 @@ def test_level_off_makes_no_file(tmp_path: Path) -> None:
     with open_event_log(tmp_path / "log", "off") as log:
         log.emit(page(1))
     assert not (tmp_path / "log").exists()
+
+
+async def test_threads_may_emit_and_wake_the_writer() -> None:
+    """Stream workers write what they copied; a torn or doubled line would spoil the evidence."""
+    file = KeptBytes()
+    log = EventLog(file, flush_every_s=math.inf)
+
+    def worker() -> None:
+        for number in range(3000):
+            log.emit(page(number))
+
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(log.run)
+            async with trio.open_nursery() as workers:
+                for _ in range(3):
+                    workers.start_soon(trio.to_thread.run_sync, worker)
+            while log.statistics().nbytes < FLUSH_BYTES:
+                await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
+    log.close()
+    assert [e.seq for e in lines_of(file.kept)] == list(range(1, 9002))

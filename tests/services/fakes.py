@@ -5,32 +5,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import trio
-from attrs import define, field, frozen
+from attrs import define, field
 
 from kvlease.protocols.config import SamplingParams
+from kvlease.protocols.events import Usage
+from kvlease.runtime.request import GenerateResult, TokenEvent
 from kvlease.services.sessions import Tokens, num_tokens
-
-
-@frozen
-class FakeUsage:
-    prompt_tokens: int
-    hit_device: int = 1
-    hit_host: int = 2
-    hit_storage: int = 0
-    hit_remote: int = 0
-    computed: int = 3
-    recomputed: int = 4
-
-
-@frozen
-class FakeResult:
-    usage: FakeUsage
-
-
-@frozen
-class FakeEvent:
-    token: int
-    digest: bytes | None
 
 
 class FakeStream:
@@ -38,13 +18,14 @@ class FakeStream:
         self._prompt = prompt
         self._sampling = sampling
         self._token_s = token_s
-        self.result = FakeResult(FakeUsage(num_tokens(prompt)))
+        usage = Usage(prompt=num_tokens(prompt), hit_device=1, hit_host=2, computed=3, recomputed=4)
+        self.result = GenerateResult((), "length", usage, None, None)
 
-    async def __aiter__(self) -> AsyncIterator[FakeEvent]:
+    async def __aiter__(self) -> AsyncIterator[TokenEvent]:
         for place in range(self._sampling.max_tokens):
             await trio.sleep(self._token_s)
             digest = hashlib.sha256(self._prompt + bytes([place])).digest()
-            yield FakeEvent(digest[0], digest)
+            yield TokenEvent(place, digest[0], digest=digest)
 
 
 @define

@@ -98,9 +98,7 @@ async def test_a_request_that_cannot_be_served_is_bad_input_with_its_name() -> N
     def refuse(prompt: Tokens) -> None:
         raise PromptError("the prompt is empty")
 
-    with pytest.RaisesGroup(
-        pytest.RaisesExc(PromptError, match=r"^a, turn 1: the prompt is empty")
-    ):
+    with pytest.RaisesGroup(pytest.RaisesExc(PromptError, match="a, turn 1: the prompt is empty")):
         await serve(Driver(FakeEngine(before=refuse), deadline_s=9), session("a"))
 
 
