@@ -101,23 +101,24 @@ class PrefixIndex:
         pages, arrivals = match.pages, match.arrivals
         device_pinned = host_pinned = 0
         for node in path:
-            device, host = node.device, node.host
-            on_device, on_host = device.pages, host.pages
-            if on_device is not None:
-                pages += on_device
+            device = node.device
+            held = device.pages
+            if held is None:
+                count = node.num_pages
+                pages.extend([-1] * count)
+                match.host_pages += count
+                match.to_load.append(node)
+            else:
+                pages += held
                 if device.arrival is not None and device.arrival not in arrivals:
                     arrivals.append(device.arrival)
-                if not node.pins:
-                    device_pinned += len(on_device)
-            elif on_host is not None:
-                pages.extend([-1] * len(on_host))
-                match.host_pages += len(on_host)
-                match.to_load.append(node)
-            if not node.pins and on_host is not None:
-                host_pinned += len(on_host)
+            if not node.pins:
+                device_pinned += len(held) if held is not None else 0
+                on_host = node.host.pages
+                host_pinned += len(on_host) if on_host is not None else 0
             node.pins += 1
-            node.last_use = use
             node.hits += 1
+            node.last_use = use
         match.device_pages = match.num_pages - match.host_pages
         counts = self._tree.counts
         counts["device"].pinned += device_pinned

@@ -195,6 +195,13 @@ class Node:
         return self.host if tier == "device" else self.device
 
 
+GONE = Node(b"", 0, 0)
+"""Stands for no edge; removed edges and tails point to its empty copies, which keeps them free of
+reference cycles, so that their memory goes at once even where the collector is off."""
+GONE_TAIL = Tail(GONE, 0, 0)
+"""Stands for no tail, likewise."""
+
+
 def evictable_pages(node: Node, tier: CacheTier, gone_below: int = 0) -> int:
     """Count the trailing pages of an edge that may leave `tier` now.
 

@@ -10,7 +10,7 @@ from attrs import define
 
 from kvlease.errors import UsageError
 from kvlease.pools.eviction import LazyHeap
-from kvlease.pools.prefix_node import TIERS, CacheTier, Node, Released, Tail, TailCopy
+from kvlease.pools.prefix_node import GONE_TAIL, TIERS, CacheTier, Node, Released, Tail, TailCopy
 
 
 @define
@@ -67,6 +67,7 @@ class TailStore:
         if tail.device.slot is None and tail.host.slot is None and tail.node is not None:
             del tail.node.tails[tail.offset]
             tail.node = None
+            tail.device, tail.host = GONE_TAIL.device, GONE_TAIL.host
 
     def drop_idle(self, node: Node, released: Released) -> None:
         """Let all tails of an edge go that no transfer reads or fills."""

@@ -11,6 +11,7 @@ from typing import final
 from kvlease.errors import UsageError
 from kvlease.pools.eviction import EvictionOrder
 from kvlease.pools.prefix_node import (
+    GONE,
     TIERS,
     CacheTier,
     EdgeCopy,
@@ -371,6 +372,7 @@ def _retire(node: Node) -> None:
     """Make a removed edge recognisable to whoever still refers to it."""
     node.parent = None
     node.is_live = False
+    node.tokens = b""
     node.children = {}
     node.tails = {}
-    node.device.pages = node.host.pages = None
+    node.device, node.host = GONE.device, GONE.host
