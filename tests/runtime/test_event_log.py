@@ -215,7 +215,7 @@ async def test_threads_may_emit_and_wake_the_writer() -> None:
             async with trio.open_nursery() as workers:
                 for _ in range(3):
                     workers.start_soon(trio.to_thread.run_sync, worker)
-            while log.statistics().nbytes < FLUSH_BYTES:
+            while log.statistics().nbytes < FLUSH_BYTES:  # noqa: ASYNC110 - written by a thread
                 await trio.sleep(0.01)
             nursery.cancel_scope.cancel()
     log.close()

@@ -1,0 +1,178 @@
+"""The command line: dispatch, and the one place where errors become sentences and exit statuses.
+
+0: all is well. 1: something was corrupt, hung, failed or leaked, or the log is incomplete. 2: the
+input was wrong, and nothing is left behind. 130: interrupted; sessions were ended and the log was
+closed. Torch is loaded by the commands that serve, not by ``--help``.
+"""
+
+import os
+import sys
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from kvlease.errors import BadInput, OperatingError
+from kvlease.services.options import CommonOptions, DoctorOptions, GenerateOptions, RunOptions
+from kvlease.services.parser import build_parser
+
+if TYPE_CHECKING:
+    from kvlease.runtime.event_log import EventLog
+
+OK, WRONG, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    """Yield the errors inside nested groups, or the error itself."""
+    if isinstance(error, BaseExceptionGroup):
+        group = cast("BaseExceptionGroup[BaseException]", error)
+        for inner in group.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
+def _say(sentence: str) -> None:
+    print(f"kvlease: {' '.join(sentence.split())}", file=sys.stderr)
+
+
+def _judge(error: BaseException) -> int:
+    """Say what an error means and return the exit status; a mistake in the code is raised."""
+    leaves = list(_leaves(error))
+    if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
+        _say("interrupted; sessions were ended and the log is closed")
+        return INTERRUPTED
+    if not all(isinstance(leaf, (BadInput, OperatingError)) for leaf in leaves):
+        raise error
+    bad = next((leaf for leaf in leaves if isinstance(leaf, BadInput)), None)
+    _say(str(bad or leaves[0]))
+    return BAD_INPUT if bad is not None else WRONG
+
+
+def _check_writable(path: str | None) -> None:
+    """Refuse a result file that could not be written, before the work and not after it."""
+    if path is None:
+        return
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        raise BadInput(f"cannot write {path}: the folder {folder} does not exist")
+    if Path(path).is_dir():
+        raise BadInput(f"cannot write {path}: it is a folder")
+    if not os.access(folder, os.W_OK):
+        raise BadInput(f"cannot write {path}: the folder is read-only")
+
+
+def _check_common(common: CommonOptions) -> None:
+    _check_writable(common.json)
+    _check_writable(common.log)
+    if common.log is not None and common.log == common.json:
+        raise BadInput(f"--log and --json both name {common.log}; give each a file of its own")
+    if common.model is not None and not Path(common.model).is_dir():
+        raise BadInput(f"--model {common.model} is no folder; give one with a config.json")
+    common.config()
+
+
+@contextmanager
+def _open_log(common: CommonOptions) -> "Generator[EventLog, None, None]":
+    """Open the log for a command; wrong input leaves none behind."""
+    from kvlease.runtime.event_log import open_event_log
+
+    try:
+        with open_event_log(common.log, common.log_level) as log:
+            yield log
+    except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
+        if common.log is not None and any(isinstance(leaf, BadInput) for leaf in _leaves(error)):
+            Path(common.log).unlink(missing_ok=True)
+        raise
+
+
+def _run(options: RunOptions) -> int:
+    import trio
+    from rich.console import Console
+
+    from kvlease.services.console import people_log
+    from kvlease.services.progress import open_reporter
+    from kvlease.services.report import print_report, write_json
+    from kvlease.services.run_command import run
+
+    common = options.common
+    errors = Console(stderr=True)
+    with _open_log(common) as log, open_reporter(errors) as reporter:
+        if common.log is None and common.log_level == "normal":
+            log.subscribe(people_log(reporter.say, colors=errors.is_terminal))
+        outcome = trio.run(partial(run, options, log, reporter))
+    for complaint in outcome.complaints:
+        _say(complaint)
+    print_report(outcome.report, Console())
+    if common.json is not None:
+        write_json(common.json, outcome.report)
+    return OK if outcome.report.is_clean and log.complete else WRONG
+
+
+def _generate(options: GenerateOptions) -> int:
+    import trio
+    from rich.console import Console
+
+    from kvlease.services.console import people_log
+    from kvlease.services.generate_command import Generated, generate, lines_of
+    from kvlease.services.report import write_json
+
+    common = options.common
+    errors = Console(stderr=True)
+    with _open_log(common) as log:
+        if common.log is None and common.log_level == "normal":
+            say = partial(errors.print, markup=False, highlight=False, soft_wrap=True)
+            log.subscribe(people_log(say, colors=errors.is_terminal))
+        answers = trio.run(partial(generate, options, log))
+    if common.json is not None:
+        write_json(common.json, Generated(answers))
+    else:
+        for line in lines_of(options, answers):
+            print(line)
+    return OK if log.complete else WRONG
+
+
+def _doctor(options: DoctorOptions) -> int:
+    from rich.console import Console
+
+    from kvlease.services.doctor import examine, print_diagnosis
+    from kvlease.services.report import write_json
+
+    diagnosis = examine()
+    print_diagnosis(diagnosis, Console())
+    if options.json is not None:
+        write_json(options.json, diagnosis)
+    return OK if diagnosis.can_serve else WRONG
+
+
+def _dispatch(argv: Sequence[str] | None) -> int:
+    space = build_parser().parse_args(argv)
+    options: object = space.options(space)
+    match options:
+        case RunOptions():
+            _check_common(options.common)
+            return _run(options)
+        case GenerateOptions():
+            _check_common(options.common)
+            return _generate(options)
+        case DoctorOptions():
+            _check_writable(options.json)
+            return _doctor(options)
+        case _:
+            raise AssertionError(f"no command takes {options!r}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit status; arguments default to the process's own."""
+    try:
+        status = _dispatch(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of our output has gone; keep the interpreter from complaining at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return WRONG
+    except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
+        return _judge(error)
+    else:
+        return status
