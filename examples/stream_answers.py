@@ -15,10 +15,8 @@ QUESTIONS = (b"What is a lease?", b"What is an epoch?")
 async def answer(engine: kvlease.Engine, prompt: list[int], name: str) -> list[int]:
     """Stream one answer and print how much of its prompt was cached."""
     sampling = kvlease.SamplingParams(max_tokens=16, ignore_eos=True)
-    tokens: list[int] = []
     async with engine.generate(prompt, sampling) as stream:
-        async for event in stream:
-            tokens.append(event.token)
+        tokens = [event.token async for event in stream]
         usage = stream.result.usage
     print(
         f"{name}: {len(tokens)} tokens, {usage.hit_device} of {usage.prompt} prompt tokens cached"
