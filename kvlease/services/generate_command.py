@@ -2,18 +2,21 @@
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import trio
 
 from kvlease.errors import BadInput, PromptError
 from kvlease.protocols.config import SamplingParams
-from kvlease.runtime.engine import Engine, open_engine
 from kvlease.runtime.event_log import EventLog
 from kvlease.services.driver import ask
 from kvlease.services.options import GenerateOptions
 from kvlease.services.sessions import Tokens, pack
 from kvlease.services.text import Tokenizer, tokenizer_for
+
+if TYPE_CHECKING:
+    from kvlease.runtime.engine import Engine
 
 _INT32 = range(-(1 << 31), 1 << 31)
 
@@ -67,11 +70,13 @@ async def generate(options: GenerateOptions, log: EventLog) -> list[list[int]]:
         prompts = read_prompts(options.tokens_file)
     else:
         prompts = [pack(_tokenizer(options).encode(options.text or ""))]
+    from kvlease.runtime.engine import open_engine  # loads torch: wrong files are told of before
+
     where = options.tokens_file or "--text"
     answers: list[list[int]] = [[] for _ in prompts]
     limit = trio.Semaphore(options.common.sessions)
 
-    async def answer(engine: Engine, place: int) -> None:
+    async def answer(engine: "Engine", place: int) -> None:
         async with limit:
             try:
                 got, _ = await ask(engine, prompts[place], sampling)

@@ -6,15 +6,13 @@ This module puts the parts together: workload, engine, driver, verification, log
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 from attrs import define, field, frozen
 
 from kvlease.errors import ConfigError, TraceError
 from kvlease.protocols.config import EngineConfig
-from kvlease.runtime.counters import Statistics
-from kvlease.runtime.engine import Engine, open_engine
 from kvlease.runtime.event_log import EventLog
 from kvlease.services.driver import Driver, Tally, prompt_lengths
 from kvlease.services.options import RunOptions
@@ -25,13 +23,17 @@ from kvlease.services.trace import TraceRequest, read_trace, trace_sessions
 from kvlease.services.verify import Mismatch, cold_config, verify
 from kvlease.services.workload import WorkloadShape, tool_agent_sessions
 
+if TYPE_CHECKING:
+    from kvlease.runtime.counters import Statistics
+    from kvlease.runtime.engine import Engine
+
 
 class EngineOpener(Protocol):
     """How an engine is opened; tests and fault injection put their own in its place."""
 
     def __call__(
         self, model: str | None, config: EngineConfig, *, log: EventLog | None
-    ) -> AbstractAsyncContextManager[Engine]:
+    ) -> "AbstractAsyncContextManager[Engine]":
         """Open an engine for a block."""
         ...
 
@@ -66,7 +68,7 @@ class _Workload:
         common = self.options.common
         return tool_agent_sessions(common.sessions, shape, vocab_size, common.seed)
 
-    def check(self, engine: Engine) -> None:
+    def check(self, engine: "Engine") -> None:
         """Refuse what this engine can never serve before anything is served.
 
         Raises TraceError or ConfigError with the line or the session, and what would help.
@@ -105,7 +107,7 @@ def _prepare(options: RunOptions) -> _Workload:
 
 
 def _report(
-    tally: Tally, mismatches: Sequence[Mismatch] | None, statistics: Statistics, wall_s: float
+    tally: Tally, mismatches: Sequence[Mismatch] | None, statistics: "Statistics", wall_s: float
 ) -> RunReport:
     counters = statistics.counters
     return RunReport(
@@ -140,7 +142,7 @@ async def run(
     options: RunOptions,
     log: EventLog,
     reporter: Reporter,
-    opener: EngineOpener = open_engine,
+    opener: EngineOpener | None = None,
 ) -> RunOutcome:
     """Serve the workload and return the report.
 
@@ -151,11 +153,14 @@ async def run(
         BadInput: model, options or workload cannot work together.
     """
     workload = _prepare(options)
+    from kvlease.runtime.engine import open_engine  # loads torch: wrong files are told of before
+
+    open_served = opener or open_engine
     config = options.common.config(
         compute=options.compute, verify=options.verify, digests=options.verify
     )
     model = options.common.model
-    async with opener(model, config, log=log) as engine:
+    async with open_served(model, config, log=log) as engine:
         workload.check(engine)
         driver = Driver(engine, config.request_timeout_s, options.verify, reporter)
         reporter.begin("serving", workload.turns)
