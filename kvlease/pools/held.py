@@ -30,7 +30,7 @@ class PlannedTransfer:
     source_lease: LeaseId
     destination_lease: LeaseId
     cursor: Cursor | None
-    copies: tuple[CopyOrder, ...] = ()
+    copies: tuple[CopyOrder, ...] = field(default=(), repr=False)
     source: "array[int]" = field(factory=lambda: array("i"))
     destination: "array[int]" = field(factory=lambda: array("i"))
     tails: tuple[Tail, ...] = ()

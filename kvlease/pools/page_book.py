@@ -128,6 +128,7 @@ class PageBook:
         if num_pages == 0:
             return array("i")
         pages = self._free[-num_pages:]
+        pages.reverse()  # ascending where possible: fewer runs in logs and copies
         del self._free[-num_pages:]
         self._move(pages, (_FREE,), _HELD)
         return pages
@@ -213,9 +214,7 @@ class PageBook:
     def ledger(self) -> Ledger:
         """Return the counts kept so far; constant time."""
         free, held, sealed, quarantined = self._count
-        return Ledger(
-            self.total, free - self._reserved, self._reserved, held, sealed, quarantined
-        )
+        return Ledger(self.total, free - self._reserved, self._reserved, held, sealed, quarantined)
 
     def check(self, held: Sequence[int], sealed: Sequence[int]) -> None:
         """Recount everything against what the holders say; raises LedgerImbalance on a mismatch.

@@ -34,7 +34,9 @@ def poison(rows: torch.Tensor) -> None:
     rows.view(torch.uint8).fill_(_POISON_BYTE)
 
 
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: str, pinned: bool) -> torch.Tensor:
+def _allocate(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str, pinned: bool
+) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
 
 

@@ -89,9 +89,7 @@ class Transfers:
         planned.source, planned.destination = source, pages
         return self._enter(planned, orders)
 
-    def _resume(
-        self, planned: PlannedTransfer, match: Match, slot: int
-    ) -> Iterator[CopyOrder]:
+    def _resume(self, planned: PlannedTransfer, match: Match, slot: int) -> Iterator[CopyOrder]:
         """Orders that bring the kept tail, from the nearest tier that has it, into the rings."""
         tail, memory = match.tail, self._memory
         assert tail is not None

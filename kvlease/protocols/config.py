@@ -21,9 +21,12 @@ Compute = Literal["model", "none"]
 class EngineConfig:
     """How an engine lays out its pools and runs its steps.
 
-    Sizes are pages of ``page_tokens`` tokens; times are seconds. ``host_pages`` 0 switches the host
-    tier off. ``device_tails`` and ``host_tails`` None size the tail pools from the pages and
-    ``tail_every``. ``prefix_cache`` False gives every request a cold run. Raises ConfigError.
+    Sizes are pages of ``page_tokens`` tokens; times are seconds. None lets the engine choose:
+    ``page_tokens`` 64 for the embedded model and 256 else, ``chunk_tokens`` (prompt tokens a
+    prefill step takes) 256 with arithmetic and 16384 without, tails from pages and ``tail_every``.
+    ``host_pages`` 0 switches the host tier off; ``prefix_cache`` False gives every request a cold
+    run; ``digests`` hashes each sampled row of logits; ``poison`` fills unwritten memory with NaN
+    bytes, for tests. Raises ConfigError.
     """
 
     device: Device = "cpu"
@@ -40,7 +43,7 @@ class EngineConfig:
     eviction: Eviction = "lru"
     max_sessions: int = 64
     max_queue: int = 1024
-    chunk_tokens: int = 256
+    chunk_tokens: int | None = None
     exact: bool = True
     seed: int = 0
     compute: Compute = "model"
@@ -50,16 +53,17 @@ class EngineConfig:
     request_timeout_s: float = 600.0
     load_or_recompute: bool = True
     tenant_salt: bytes = b""
+    poison: bool = False
 
     def __attrs_post_init__(self) -> None:
         """Refuse values that cannot work, naming the field."""
-        for name in ("device_pages", "tail_every", "max_sessions", "max_queue", "chunk_tokens"):
+        for name in ("device_pages", "tail_every", "max_sessions", "max_queue"):
             value: int = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name} is {value}; give a number of 1 or more")
         if self.host_pages < 0:
             raise ConfigError(f"host_pages is {self.host_pages}; give 0 (no host tier) or more")
-        for name in ("page_tokens", "device_tails", "host_tails"):
+        for name in ("page_tokens", "device_tails", "host_tails", "chunk_tokens"):
             optional: int | None = getattr(self, name)
             if optional is not None and optional < 1:
                 raise ConfigError(f"{name} is {optional}; give a number of 1 or more")

@@ -116,7 +116,9 @@ class GrantBook:
 
     def expire(self, now_s: float) -> list[WriteGrant]:
         """Revoke all grants past their expiry and return them; their pages stay held (R6)."""
-        due = [g for g, s in self._grants.values() if s is GrantState.OPEN and g.expires_at_s <= now_s]
+        due = [
+            g for g, s in self._grants.values() if s is GrantState.OPEN and g.expires_at_s <= now_s
+        ]
         for grant in due:
             self._grants[grant.id] = (grant, GrantState.REVOKED)
         return due
@@ -130,7 +132,9 @@ class GrantBook:
 
     def connection_ended(self, peer: str, incarnation: int) -> int:
         """End all grants of one incarnation of a peer; return how many there were."""
-        ids = [g.id for g, _ in self._grants.values() if (g.peer, g.incarnation) == (peer, incarnation)]
+        ids = [
+            g.id for g, _ in self._grants.values() if (g.peer, g.incarnation) == (peer, incarnation)
+        ]
         for grant_id in ids:
             self.stopped(grant_id)
         return len(ids)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from attrs import frozen
+from attrs import field, frozen
 
 from kvlease.protocols.schema import Schema
 from kvlease.units import RequestId, StepId
@@ -177,9 +177,7 @@ class ModelRunner(Protocol):
         """Hash of weights and geometry: part of the cache identity (R10)."""
         ...
 
-    async def forward(
-        self, inputs: StepInput, lease: "StepLease", stream: Stream
-    ) -> StepResult:
+    async def forward(self, inputs: StepInput, lease: "StepLease", stream: Stream) -> StepResult:
         """Launch one step on the stream, awaiting one layer's lease at a time.
 
         Ownership: borrows the lease; rows are written only through it. Raises TransferFailed when
@@ -201,7 +199,7 @@ class CopyOrder:
     layer: int
     component: str
     nbytes: int
-    run: Callable[[], int]
+    run: Callable[[], int] = field(repr=False)
 
 
 class Copier(Protocol):

@@ -136,9 +136,7 @@ def _leading_device_pages(match: Match) -> int:
     return match.num_pages
 
 
-def _admitted_event(
-    seq: Sequence, match: Match, choice: Choice, *, again: bool
-) -> RequestAdmitted:
+def _admitted_event(seq: Sequence, match: Match, choice: Choice, *, again: bool) -> RequestAdmitted:
     page_tokens = seq.page_tokens
     used = match.num_pages * page_tokens
     reasons: dict[str, int] = {}

@@ -40,7 +40,7 @@ class Batching:
     def prefill(self) -> StepOrder | None:
         """Return the next prefill step, or None if nobody needs one."""
         group = self._prefill_group()
-        budget = self._core.config.chunk_tokens
+        budget = self._core.chunk_tokens
         parts: list[_Part] = []
         for seq in group:
             if budget <= 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from typing import final
 
+from kvlease.errors import KVLeaseError
 from kvlease.pools.held import PlannedTransfer
 from kvlease.pools.unified import UnifiedPool
 from kvlease.protocols.config import EngineConfig
@@ -18,11 +19,12 @@ from kvlease.protocols.ports import Clock, ModelRunner
 from kvlease.protocols.schema import Schema
 from kvlease.runtime.counters import Counters
 from kvlease.runtime.estimates import Estimates
+from kvlease.runtime.loader import submit
 from kvlease.runtime.mailbox import Mailbox
 from kvlease.runtime.messages import StepKind, StepOrder
 from kvlease.runtime.sequence import Phase, Sequence
 from kvlease.runtime.transfer import Transfer
-from kvlease.runtime.transfer_plan import Hold, TransferObserver, TransferPlan
+from kvlease.runtime.transfer_plan import TransferObserver, TransferPlan
 from kvlease.units import StepId, TransferId
 
 
@@ -50,6 +52,8 @@ class EngineCore:
         self.root = identity.root()
         self.counters = counters
         self.estimates = Estimates(is_choosing=config.load_or_recompute)
+        arithmetic = config.compute == "model"
+        self.chunk_tokens = config.chunk_tokens or (256 if arithmetic else 16384)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.steps: dict[StepKind, StepOrder | None] = {"prefill": None, "decode": None}
@@ -79,6 +83,11 @@ class EngineCore:
         """Running sequences of one phase that are in no step, oldest admission first."""
         return [seq for seq in self.running if seq.phase is phase and not seq.in_step]
 
+    def abandon(self, error: KVLeaseError) -> None:
+        """End every request that is still open: the engine is going away (R9)."""
+        for seq in (*self.waiting, *self.running):
+            seq.request.end("failed", error)
+
     def start_transfer(self, planned: PlannedTransfer) -> None:
         """Hand a planned transfer to the loader, with its deadline and both ends held."""
         plan = TransferPlan(
@@ -95,7 +104,7 @@ class EngineCore:
         self.transfers[planned] = transfer
         self.planned[planned.id] = planned
         assert self.loader is not None, "the engine connects the loader before it schedules"
-        self.loader.send_nowait(transfer)
+        submit(self.loader, transfer)
 
 
 @final

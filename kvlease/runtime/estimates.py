@@ -26,6 +26,7 @@ class Estimates:
     is_choosing: bool = True
     bytes_per_s: float | None = field(default=None)
     tokens_per_s: float | None = field(default=None)
+    request_s: float | None = field(default=None)
 
     def loaded(self, nbytes: int, seconds: float) -> None:
         """Learn from a finished load."""
@@ -36,6 +37,14 @@ class Estimates:
         """Learn from a finished prefill step."""
         if tokens and seconds > 0:
             self.tokens_per_s = _mix(self.tokens_per_s, tokens / seconds)
+
+    def served(self, seconds: float) -> None:
+        """Learn from a request that ended, from submission to end."""
+        self.request_s = _mix(self.request_s, seconds)
+
+    def queue_s(self, waiting: int, at_once: int) -> float:
+        """Return seconds until a queue of ``waiting`` should have moved on; at least 0.1."""
+        return max(0.1, (self.request_s or 1.0) * waiting / at_once)
 
     def choose(self, nbytes: int, tokens: int) -> Choice:
         """Decide for a span of ``tokens`` whose load moves ``nbytes``."""

@@ -26,6 +26,7 @@ from kvlease.protocols.event_work import (
     TransferRevoke,
 )
 from kvlease.protocols.ports import SampledToken
+from kvlease.runtime.counters import Counters
 from kvlease.runtime.messages import StepOrder
 from kvlease.runtime.transfer import Transfer
 from kvlease.units import LayerId, LeaseId, TransferId
@@ -110,14 +111,14 @@ class TransferJournal:
 class GateJournal:
     """Counts and writes the waits that readers really did; implements `GateObserver`."""
 
-    def __init__(self, sink: EventSink) -> None:
-        """Borrows the log."""
+    def __init__(self, sink: EventSink, counters: Counters) -> None:
+        """Borrows the log and the counters."""
         self._sink = sink
-        self.waits = 0
+        self._counters = counters
 
     def waited(self, lease: LeaseId, layer: LayerId, transfer: str) -> None:
         """A reader was made to wait for one layer of a transfer."""
-        self.waits += 1
+        self._counters.gate_waits += 1
         if self._sink.audit:
             self._sink.emit(
                 LeaseWait(

@@ -120,11 +120,19 @@ class Request:
         )
 
     def end(self, finish_reason: str, error: KVLeaseError | None = None) -> None:
-        """Make the request terminal, exactly once: set the result or the error, wake the caller."""
-        assert not self.ended.is_set(), "a request ends once"
+        """Make the request terminal: set the result or the error and wake the caller.
+
+        The first end counts; an engine that is going away may come before its scheduler.
+        """
+        if self.ended.is_set():
+            return
         ttft = None if self.first_token_s is None else self.first_token_s - self.submitted_s
         tpot = None
-        if self.first_token_s is not None and self.last_token_s is not None and len(self.output) > 1:
+        if (
+            self.first_token_s is not None
+            and self.last_token_s is not None
+            and len(self.output) > 1
+        ):
             tpot = (self.last_token_s - self.first_token_s) / (len(self.output) - 1)
         digests = tuple(e.digest for e in self.output if e.digest is not None)
         tokens = tuple(e.token for e in self.output)

@@ -13,8 +13,9 @@ from typing import final
 
 import trio
 
-from kvlease.errors import DeadlineExceeded, PagesUnavailable
+from kvlease.errors import ActorClosed, DeadlineExceeded, PagesUnavailable
 from kvlease.protocols.events import RequestSubmitted
+from kvlease.runtime.actor import Actor
 from kvlease.runtime.admission import Admission
 from kvlease.runtime.batching import Batching
 from kvlease.runtime.core import EngineCore
@@ -37,7 +38,7 @@ from kvlease.units import RequestId
 
 
 @final
-class Scheduler:
+class Scheduler(Actor[SchedulerMessage]):
     """Actor over one `EngineCore`; a restarted one goes on with the same core."""
 
     def __init__(
@@ -47,8 +48,8 @@ class Scheduler:
         workers: dict[StepKind, Mailbox[StepOrder]],
     ) -> None:
         """Borrows the core, its own mailbox and the step workers' mailboxes."""
+        super().__init__(mailbox)
         self._core = core
-        self.mailbox = mailbox
         self._workers = workers
         self._admission = Admission(core)
         self._batching = Batching(core)
@@ -62,13 +63,22 @@ class Scheduler:
     async def run(self) -> None:
         """Serve until the mailbox closes."""
         while True:
-            with trio.move_on_after(self._until_deadline()):
-                message = await self.mailbox.receive()
-                self.apply(message)
-                while (more := self.mailbox.receive_nowait()) is not None:
-                    self.apply(more)
+            try:
+                with trio.move_on_after(self._until_deadline()):
+                    self.apply(await self.mailbox.receive())
+                self._apply_unread()
+            except ActorClosed:
+                return
             self._expire()
             self.plan()
+
+    def _apply_unread(self) -> None:
+        """Apply all that has come meanwhile, so that one plan serves a burst of messages."""
+        try:
+            while True:
+                self.apply(self.mailbox.receive_nowait())
+        except trio.WouldBlock:
+            return
 
     # -- messages ------------------------------------------------------------------------------
 

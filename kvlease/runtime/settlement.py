@@ -197,7 +197,7 @@ class Settlement:
 
     def retire(self, seq: Sequence, reason: str | None = None) -> None:
         """End a sequence that is in no step: give its pages back and make its request terminal."""
-        core, request = self._core, seq.request
+        core = self._core
         assert not seq.in_step, "a sequence in a step ends when the step has"
         if seq.held is not None:
             self._store(seq, seq.held.rolling_tail)
@@ -223,8 +223,10 @@ class Settlement:
         if error is not None:
             counters.failed += 1
             if core.sink.normal:
-                core.sink.emit(RequestFailedEvent(request=request.id, reason=str(error), usage=usage))
+                failed = RequestFailedEvent(request=request.id, reason=str(error), usage=usage)
+                core.sink.emit(failed)
             return
+        core.estimates.served(core.clock.now() - request.submitted_s)
         counters.finished += reason != "cancelled"
         counters.cancelled += reason == "cancelled"
         if core.sink.normal:

@@ -5,6 +5,7 @@ never keeps decode from being planned. A worker knows nothing of queues or pages
 step exactly once, and only after the step's device work has ended.
 """
 
+from contextlib import suppress
 from functools import partial
 from typing import final
 
@@ -13,6 +14,7 @@ import trio
 from kvlease.errors import TransferFailed
 from kvlease.pools.unified import UnifiedPool
 from kvlease.protocols.ports import ModelRunner, SampledToken, Stream
+from kvlease.runtime.actor import Actor
 from kvlease.runtime.mailbox import Mailbox
 from kvlease.runtime.messages import SchedulerMessage, StepEnded, StepOrder
 
@@ -20,7 +22,7 @@ Tokens = tuple[tuple[SampledToken, ...], ...]
 
 
 @final
-class StepWorker:
+class StepWorker(Actor[StepOrder]):
     """Actor that turns step orders into step results; takes each order's step lease."""
 
     def __init__(
@@ -32,7 +34,7 @@ class StepWorker:
         stream: Stream,
     ) -> None:
         """Borrows everything for the life of the engine."""
-        self.mailbox = mailbox
+        super().__init__(mailbox)
         self._scheduler = scheduler
         self._model = model
         self._pool = pool
@@ -70,9 +72,8 @@ class StepWorker:
     async def _discard(self, order: StepOrder, scope: Stream, error: Exception | None) -> None:
         """Report a step that publishes nothing, once its launched work has really ended."""
         with trio.CancelScope(shield=True):
-            try:
+            # A failure here is the scope's own: its work was skipped or has raised.
+            with suppress(TransferFailed):
                 await scope.record().wait_done()
-            except TransferFailed:
-                pass  # the scope's own failure: its work was skipped or has raised
             order.lease.close()
             self._scheduler.send_nowait(StepEnded(order, None, error))

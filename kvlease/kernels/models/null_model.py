@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvlease.errors import UsageError
 from kvlease.kernels.views import RowIndex, ring_rows, write_ring_rows, write_rows
 from kvlease.protocols.geometries import V4Geometry, deepseek_v4_schema, one_byte_rows
 from kvlease.protocols.ownership import StepLease
 from kvlease.protocols.ports import SampledToken, StepInput, Stream
-from kvlease.protocols.schema import AnyLayer, Schema
+from kvlease.protocols.schema import AnyLayer, HeavyLayer, Schema, SlidingLayer, SparseLayer
 from kvlease.protocols.views import (
     CompressorRows,
     HeavyStepView,
@@ -169,9 +170,15 @@ class NullModel:
 
 
 async def _resolve(lease: StepLease, layer: AnyLayer, stream: Stream) -> StepView:
-    view = await lease[layer].resolve(stream)
-    assert isinstance(view, StepView), "the null model's schema has these layers only"
-    return view
+    match layer:
+        case SlidingLayer():
+            return await lease[layer].resolve(stream)
+        case SparseLayer():
+            return await lease[layer].resolve(stream)
+        case HeavyLayer():
+            return await lease[layer].resolve(stream)
+        case _:
+            raise UsageError(f"{type(layer).__name__} is no layer of the null model")
 
 
 def _opened(view: StepView) -> tuple[OpenRows, ...]:

@@ -1,0 +1,277 @@
+"""Putting one engine together: pools and actors made, connected, started and stopped in order.
+
+State that has to survive a restart (pools, index, queues) is made here and belongs to the engine's
+scope; actors are made by factories, again and again if need be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import final
+
+import trio
+from attrs import define, frozen
+
+from kvlease.errors import ActorBroken, ActorClosed, RequestFailed
+from kvlease.pools.unified import UnifiedPool
+from kvlease.protocols.config import EngineConfig
+from kvlease.protocols.event_base import SCHEMA_VERSION
+from kvlease.protocols.events import (
+    ActorDied,
+    ActorRestart,
+    ActorStart,
+    ActorStop,
+    LogOpen,
+    component_facts,
+)
+from kvlease.protocols.identity import CacheIdentity
+from kvlease.protocols.ports import Clock, Completion, Copier
+from kvlease.runtime.actor import ActorEvent, ActorSpec
+from kvlease.runtime.clock import MonotonicClock
+from kvlease.runtime.core import EngineCore
+from kvlease.runtime.counters import Counters
+from kvlease.runtime.event_log import EventLog
+from kvlease.runtime.journal import GateJournal, TransferJournal
+from kvlease.runtime.loader import DirectCopier, Loader, loader_mailbox
+from kvlease.runtime.mailbox import Mailbox
+from kvlease.runtime.messages import (
+    Cancel,
+    SchedulerMessage,
+    StepKind,
+    StepOrder,
+    Submit,
+    TransferEnded,
+    TransferSettled,
+)
+from kvlease.runtime.models import load, pool_sizes
+from kvlease.runtime.nurseries import open_flat_nursery
+from kvlease.runtime.request import Request
+from kvlease.runtime.scheduler import Scheduler
+from kvlease.runtime.steps import StepWorker
+from kvlease.runtime.streams import CpuStream, open_cpu_stream
+from kvlease.runtime.supervisor import Supervisor, open_supervisor
+from kvlease.runtime.transfer import Transfer
+from kvlease.version import __version__
+
+MAX_RESTARTS = 3
+RESTART_WINDOW_S = 10.0
+_SPARE_MAIL = 1 << 16
+"""Room for messages that are no requests; transfers and steps in flight are far fewer."""
+
+
+@frozen
+class EnginePorts:
+    """The outside world of an engine; replaced in tests to inject faults and delays."""
+
+    copier: Copier | None = None
+    clock: Clock | None = None
+
+
+@frozen
+class TransferReports:
+    """Passes the ends of transfers on to the scheduler, if it is still there to care."""
+
+    scheduler: Mailbox[SchedulerMessage]
+
+    def ended(self, transfer: Transfer) -> None:
+        """A transfer reached its final state."""
+        self._tell(TransferEnded(transfer))
+
+    def settled(self, transfer: Transfer) -> None:
+        """No copy of a transfer will touch memory any more."""
+        self._tell(TransferSettled(transfer))
+
+    def _tell(self, message: SchedulerMessage) -> None:
+        if not self.scheduler.is_closed:
+            self.scheduler.send_nowait(message)
+
+
+@define(eq=False)
+class Assembly:
+    """The parts of one engine before its actors run, and the mailboxes they are reached by."""
+
+    core: EngineCore
+    model_name: str
+    log: EventLog
+    copier: Copier
+    scheduler: Mailbox[SchedulerMessage]
+    loader: Mailbox[Transfer]
+    workers: dict[StepKind, Mailbox[StepOrder]]
+
+    def cancel(self, request: Request) -> None:
+        """End a request early; if the scheduler is gone, end it here (R9)."""
+        try:
+            self.scheduler.send_nowait(Cancel(request))
+        except (ActorClosed, ActorBroken) as error:
+            request.end("failed", error)
+
+
+async def assemble(
+    model: str | Path | None, config: EngineConfig, log: EventLog | None, ports: EnginePorts
+) -> Assembly:
+    """Load the model in a thread and make every part; starts nothing.
+
+    Raises ModelLoadError and ConfigError.
+    """
+    loaded = await trio.to_thread.run_sync(load, model, config)
+    runner = loaded.runner
+    sink = log or EventLog(level="off")
+    counters = Counters()
+    identity = CacheIdentity(
+        runner.fingerprint, runner.schema.digest, tenant_salt=config.tenant_salt
+    )
+    pool = UnifiedPool(
+        runner.schema,
+        pool_sizes(config, needs_tail=runner.schema.needs_tail),
+        sink,
+        eviction=config.eviction,
+        poison=config.poison,
+        observer=GateJournal(sink, counters),
+    )
+    pool.spares_last_copies = config.write_policy == "back" and config.host_pages > 0
+    core = EngineCore(
+        config, runner, pool, sink, ports.clock or MonotonicClock(), identity, counters
+    )
+    core.transfer_observer = TransferJournal(sink, pool.memory, core.planned)
+    scheduler: Mailbox[SchedulerMessage]
+    scheduler = Mailbox("scheduler", config.max_queue + _SPARE_MAIL, dispose=_refuse)
+    reports = TransferReports(scheduler)
+    core.loader = loader_mailbox(_SPARE_MAIL, reports.ended, reports.settled)
+    if sink.normal:
+        sink.emit(_log_open(core, loaded.name))
+    return Assembly(
+        core=core,
+        model_name=loaded.name,
+        log=sink,
+        copier=ports.copier or DirectCopier(),
+        scheduler=scheduler,
+        loader=core.loader,
+        workers={"prefill": Mailbox("prefill", 2), "decode": Mailbox("decode", 2)},
+    )
+
+
+def _refuse(message: SchedulerMessage) -> None:
+    """End a request that nobody will ever take up."""
+    if isinstance(message, Submit) and not message.request.ended.is_set():
+        message.request.end("failed", RequestFailed("the engine ended before the request began"))
+
+
+def _log_open(core: EngineCore, model_name: str) -> LogOpen:
+    return LogOpen(
+        schema=SCHEMA_VERSION,
+        program=f"kvlease {__version__}",
+        level="audit" if core.sink.audit else "normal",
+        model=model_name,
+        identity=core.root.hex(),
+        num_layers=core.schema.num_layers,
+        page_tokens=core.schema.page_tokens,
+        components=component_facts(core.schema),
+        device_pages=core.config.device_pages,
+        host_pages=core.config.host_pages,
+        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+@asynccontextmanager
+async def run_services(assembly: Assembly) -> AsyncGenerator[None]:
+    """Run an engine's streams and actors for a block; the log is written until all have stopped."""
+    async with open_flat_nursery() as nursery:
+        nursery.start_soon(assembly.log.run)
+        try:
+            async with (
+                open_cpu_stream("compute", observer=_StallCounter(assembly.core)) as compute,
+                open_cpu_stream("load") as load_stream,
+                open_cpu_stream("store") as store_stream,
+                open_supervisor(
+                    strategy="one_for_one",
+                    max_restarts=MAX_RESTARTS,
+                    window_s=RESTART_WINDOW_S,
+                    on_event=_ActorJournal(assembly.core),
+                ) as supervisor,
+            ):
+                await _start(assembly, supervisor, compute, (load_stream, store_stream))
+                async with open_flat_nursery() as inside:
+                    inside.start_soon(_abandon_at_end, assembly.core)
+                    yield
+                    inside.cancel_scope.cancel()
+        finally:
+            nursery.cancel_scope.cancel()
+
+
+async def _abandon_at_end(core: EngineCore) -> None:
+    """End what is still open when the engine goes, before anyone waits for it in vain (R9)."""
+    try:
+        await trio.sleep_forever()
+    finally:
+        core.abandon(RequestFailed("the engine was closed before the answer was complete"))
+
+
+async def _start(
+    assembly: Assembly,
+    supervisor: Supervisor,
+    compute: CpuStream,
+    copies: tuple[CpuStream, CpuStream],
+) -> None:
+    core = assembly.core
+    reports = TransferReports(assembly.scheduler)
+    await supervisor.start(
+        ActorSpec(
+            assembly.loader,
+            lambda mailbox: Loader(
+                mailbox,
+                load_stream=copies[0],
+                store_stream=copies[1],
+                copier=assembly.copier,
+                on_end=reports.ended,
+                on_settled=reports.settled,
+            ),
+        )
+    )
+    await supervisor.start(
+        ActorSpec(assembly.scheduler, lambda mailbox: Scheduler(core, mailbox, assembly.workers))
+    )
+    for mailbox in assembly.workers.values():
+        await supervisor.start(
+            ActorSpec(
+                mailbox,
+                lambda own: StepWorker(own, assembly.scheduler, core.model, core.pool, compute),
+            )
+        )
+
+
+@final
+class _StallCounter:
+    """Adds up how long compute really stood still for transfers; called on the stream's worker."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._counters = core.counters
+
+    def __call__(self, completion: Completion, seconds: float) -> None:
+        self._counters.gate_wait_s += seconds
+
+
+@final
+class _ActorJournal:
+    """Writes what happens to actors into the log, and counts restarts."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+
+    def __call__(self, event: ActorEvent) -> None:
+        sink = self._core.sink
+        if event.kind == "restart":
+            self._core.counters.actor_restarts += 1
+        if not sink.normal:
+            return
+        match event.kind:
+            case "start":
+                sink.emit(ActorStart(actor=event.actor))
+            case "stop":
+                sink.emit(ActorStop(actor=event.actor))
+            case "died":
+                sink.emit(ActorDied(actor=event.actor, error=repr(event.cause)))
+            case "restart":
+                sink.emit(ActorRestart(actor=event.actor, restarts=event.incarnation - 1))

@@ -1,0 +1,256 @@
+"""The engine: the embeddable library's door to everything else.
+
+`open_engine` starts the actors of one engine and ends them with its block; `Engine.generate` is an
+async context manager, and leaving it ends the request wherever it is. The engine owns the pools and
+the index, so that they outlive any actor.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import final
+
+import attrs
+import trio
+
+from kvlease.errors import EngineFull, LedgerImbalance, PromptError, RequestFailed
+from kvlease.protocols.config import EngineConfig, SamplingParams
+from kvlease.protocols.ports import ModelRunner
+from kvlease.runtime.assembly import Assembly, EnginePorts, assemble, run_services
+from kvlease.runtime.core import EngineCore
+from kvlease.runtime.counters import Statistics
+from kvlease.runtime.event_log import EventLog
+from kvlease.runtime.messages import Flush, Submit
+from kvlease.runtime.request import GenerateResult, Request, TokenEvent
+from kvlease.units import RequestId
+
+Prompt = Sequence[int] | bytes
+"""Token ids, or the same as int32 little-endian bytes."""
+
+
+@final
+class AnswerStream:
+    """The tokens of one answer as they are published; iterate once.
+
+    Ownership: borrowed from `Engine.generate` for its block.
+    """
+
+    def __init__(self, request: Request) -> None:
+        """Made by the engine."""
+        self.request = request
+
+    def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        """Iterate over the tokens; raises RequestFailed or what ended the request early."""
+        return self._events()
+
+    async def _events(self) -> AsyncGenerator[TokenEvent]:
+        async for event in self.request.inbox:
+            yield event
+        await self.request.ended.wait()
+        if self.request.error is not None:
+            raise self.request.error
+
+    @property
+    def result(self) -> GenerateResult:
+        """How the request ended; raises RequestFailed while it has not."""
+        if self.request.result is None:
+            raise RequestFailed(f"request {self.request.id} has not ended; read its tokens first")
+        return self.request.result
+
+    async def drain(self) -> GenerateResult:
+        """Read all tokens and return the result; raises as iteration does."""
+        async for _ in self:
+            pass
+        return self.result
+
+
+@final
+class Engine:
+    """One model, one set of pools, and the actors that serve requests from them."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        """Made by `open_engine`."""
+        self._assembly = assembly
+        self._core: EngineCore = assembly.core
+        self._last_request = 0
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration the engine was opened with."""
+        return self._core.config
+
+    @property
+    def model(self) -> ModelRunner:
+        """The model being served: vocabulary, schema, limits."""
+        return self._core.model
+
+    @property
+    def model_name(self) -> str:
+        """What the model is called in logs and reports."""
+        return self._assembly.model_name
+
+    @asynccontextmanager
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> AsyncGenerator[AnswerStream]:
+        """Answer a prompt, streaming; leaving the block ends the request and frees its pages.
+
+        Checkpoints: on leaving, if the request has not ended by itself. Raises PromptError for a
+        prompt that can never be served, EngineFull (with retry advice) when the queue is full.
+        """
+        request = self._make_request(prompt, params or SamplingParams(), RequestId(0))
+        async with self._served(request) as stream:
+            yield stream
+
+    @asynccontextmanager
+    async def fork(
+        self, parent: AnswerStream, params: SamplingParams | None = None
+    ) -> AsyncGenerator[AnswerStream]:
+        """Continue a running answer on a second branch, sharing its sealed pages.
+
+        The branch starts from the parent's prompt and the tokens it has published so far; as
+        `generate` otherwise.
+        """
+        tokens = parent.request.prompt_tokens()
+        tokens.extend(event.token for event in parent.request.output)
+        request = self._make_request(
+            tokens.tobytes(), params or parent.request.params, parent.request.id
+        )
+        async with self._served(request) as stream:
+            yield stream
+
+    @asynccontextmanager
+    async def _served(self, request: Request) -> AsyncGenerator[AnswerStream]:
+        self._assembly.scheduler.send_nowait(Submit(request))
+        try:
+            yield AnswerStream(request)
+        finally:
+            request.inbox.close()
+            if not request.ended.is_set():
+                self._assembly.cancel(request)
+                with trio.CancelScope(shield=True):
+                    await request.ended.wait()
+
+    def _make_request(self, prompt: Prompt, params: SamplingParams, parent: RequestId) -> Request:
+        core = self._core
+        tokens = _as_bytes(prompt)
+        _check_prompt(tokens, params, core)
+        queued = len(core.waiting)
+        if queued >= core.config.max_queue:
+            core.counters.rejected += 1
+            retry_s = core.estimates.queue_s(queued, core.config.max_sessions)
+            raise EngineFull(
+                f"{queued} requests are waiting, as many as may (max_queue);"
+                f" try again in {retry_s:.1f} s",
+                retry_s,
+            )
+        self._last_request += 1
+        now = core.clock.now()
+        return Request(
+            id=RequestId(self._last_request),
+            prompt=tokens,
+            params=params,
+            submitted_s=now,
+            deadline_s=now + core.config.request_timeout_s,
+            parent=parent,
+        )
+
+    async def flush(self) -> None:
+        """Forget everything cached, because the weights changed; running answers go on.
+
+        Requests that come later share nothing with earlier ones. Checkpoints: always.
+        """
+        core = self._core
+        core.identity = attrs.evolve(
+            core.identity, weights_version=core.identity.weights_version + 1
+        )
+        core.root = core.identity.root()
+        done = trio.Event()
+        self._assembly.scheduler.send_nowait(Flush(done))
+        await done.wait()
+
+    def statistics(self) -> Statistics:
+        """Return counters and ledgers now; recounts every pool against its holders (R11)."""
+        core = self._core
+        error: str | None = None
+        held = [seq.held for seq in core.running if seq.held is not None]
+        slots = [keep.tail_slot for step in core.steps.values() if step for keep in step.keeps]
+        try:
+            core.pool.check(held, slots)
+        except LedgerImbalance as imbalance:
+            error = str(imbalance)
+        ledgers = core.pool.ledgers()
+        return Statistics(
+            counters=attrs.evolve(core.counters),
+            waiting=len(core.waiting),
+            running=len(core.running),
+            device=ledgers["device pages"],
+            host=ledgers["host pages"],
+            device_tails=ledgers["device tails"],
+            host_tails=ledgers["host tails"],
+            slots=ledgers["sequence slots"],
+            ledger_ok=error is None,
+            ledger_error=error,
+        )
+
+
+@asynccontextmanager
+async def open_engine(
+    model: str | Path | None = None,
+    config: EngineConfig | None = None,
+    *,
+    log: EventLog | None = None,
+    ports: EnginePorts | None = None,
+) -> AsyncGenerator[Engine]:
+    """Open an engine for a block: a checkpoint folder, or the embedded model (None).
+
+    ``log`` is written by the engine and closed by the caller; ``ports`` replace the outside world
+    in tests. Checkpoints: on entry (loading runs in a thread) and on exit. Raises ModelLoadError
+    and ConfigError before anything is started.
+    """
+    assembly = await assemble(model, config or EngineConfig(), log, ports or EnginePorts())
+    async with run_services(assembly):
+        yield Engine(assembly)
+
+
+def _as_bytes(prompt: Prompt) -> bytes:
+    if isinstance(prompt, bytes):
+        if len(prompt) % 4:
+            raise PromptError(f"a prompt of {len(prompt)} bytes is no row of int32 token ids")
+        return prompt
+    try:
+        return array("i", prompt).tobytes()
+    except (OverflowError, TypeError) as error:
+        raise PromptError(f"a prompt must hold token ids that fit int32: {error}") from error
+
+
+def _check_prompt(prompt: bytes, params: SamplingParams, core: EngineCore) -> None:
+    """Refuse what can never be served, in one sentence."""
+    num_tokens, model = len(prompt) // 4, core.model
+    if num_tokens == 0:
+        raise PromptError("the prompt is empty; give at least one token")
+    tokens = memoryview(prompt).cast("i")
+    low, high = min(tokens), max(tokens)
+    if low < 0 or high >= model.vocab_size:
+        bad = low if low < 0 else high
+        position = tokens.tolist().index(bad)
+        raise PromptError(
+            f"token {bad} at position {position} is outside the vocabulary"
+            f" (0 to {model.vocab_size - 1})"
+        )
+    total = num_tokens + params.max_tokens
+    if total > model.max_positions:
+        raise PromptError(
+            f"{num_tokens} prompt tokens and max_tokens {params.max_tokens} make {total}, over the"
+            f" model's {model.max_positions} positions"
+        )
+    page_tokens = core.schema.page_tokens
+    pages = -(-total // page_tokens)
+    if pages > core.config.device_pages:
+        raise PromptError(
+            f"{total} tokens need {pages} pages of {page_tokens}, but the pool has"
+            f" {core.config.device_pages} (device_pages); it can never hold them"
+        )

@@ -1,0 +1,63 @@
+"""Which model an engine runs, and how its pools are sized for it.
+
+Keeps torch-heavy loading off the Trio thread; knows the config, not the engine.
+"""
+
+from pathlib import Path
+
+from attrs import frozen
+
+from kvlease.errors import ConfigError
+from kvlease.kernels.models.deepseek_v4 import ModelOptions, load_model
+from kvlease.kernels.models.null_model import NullModel
+from kvlease.pools.memory import PoolSizes
+from kvlease.protocols.config import EngineConfig
+from kvlease.protocols.ports import ModelRunner
+
+EMBEDDED_PAGE_TOKENS = 64
+PAGE_TOKENS = 256
+
+
+@frozen
+class LoadedModel:
+    """A model ready to run, and what to call it in logs and reports."""
+
+    runner: ModelRunner
+    name: str
+
+
+def load(model: str | Path | None, config: EngineConfig) -> LoadedModel:
+    """Load a checkpoint folder, or the embedded model (None), or no arithmetic at all.
+
+    Raises ModelLoadError or ConfigError in one sentence.
+    """
+    if config.device == "cuda":
+        raise ConfigError("device is cuda; this version runs on the CPU, so give device cpu")
+    if config.compute == "none":
+        return LoadedModel(NullModel(config.page_tokens or PAGE_TOKENS), "null")
+    default = EMBEDDED_PAGE_TOKENS if model is None else PAGE_TOKENS
+    options = ModelOptions(
+        dtype=config.dtype,
+        kv_format=config.kv_format,
+        index_k_format=config.index_k_format,
+        page_tokens=config.page_tokens or default,
+        exact=config.exact,
+    )
+    folder = None if model is None else Path(model)
+    runner = load_model(folder, options, config.seed)
+    return LoadedModel(runner, "embedded" if folder is None else folder.name)
+
+
+def pool_sizes(config: EngineConfig, *, needs_tail: bool) -> PoolSizes:
+    """Return how much memory to set aside, tails included.
+
+    Unless given, there are tails for every ``tail_every`` pages and two for each running sequence.
+    """
+    if not needs_tail:
+        return PoolSizes(config.device_pages, config.host_pages, 0, 0, config.max_sessions)
+    running = 2 * config.max_sessions
+    device = config.device_tails or config.device_pages // config.tail_every + running
+    host = config.host_tails or config.host_pages // config.tail_every + running
+    if not config.host_pages:
+        host = 0
+    return PoolSizes(config.device_pages, config.host_pages, device, host, config.max_sessions)
