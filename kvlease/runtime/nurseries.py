@@ -27,12 +27,14 @@ def without_cancellation(error: BaseException) -> BaseException | None:
 
     One error that is left is returned bare; several stay a group.
     """
-    rest = [leaf for leaf in leaves(error) if not isinstance(leaf, trio.Cancelled)]
-    if len(rest) == 1:
-        return rest[0]
-    if not rest:
-        return None
-    return BaseExceptionGroup("several tasks failed", rest)
+    if isinstance(error, BaseExceptionGroup):
+        group = cast("BaseExceptionGroup[BaseException]", error)
+        _, rest = group.split(trio.Cancelled)
+        if rest is None:
+            return None
+        inner = list(leaves(rest))
+        return inner[0] if len(inner) == 1 else rest
+    return None if isinstance(error, trio.Cancelled) else error
 
 
 @asynccontextmanager
