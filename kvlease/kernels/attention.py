@@ -17,12 +17,13 @@ from kvlease.kernels.tiling import Tiling
 class KeyBlock:
     """Keys of N query rows, and which of them each row sees.
 
-    Shapes: keys [N, L, D], or [1, L, D] shared by all rows; seen [N, L] bool. Unseen keys take
-    memory and time but no weight; they must be finite (zeros, or rows the query sees anyway).
+    Shapes: keys [N, L, D], or [1, L, D] shared by all rows; seen [N, L] bool, None for all.
+    Unseen keys take memory and time but no weight; they must be finite (zeros, or rows the query
+    sees anyway).
     """
 
     keys: Tensor
-    seen: Tensor
+    seen: Tensor | None
 
 
 def sparse_attention(
@@ -35,14 +36,16 @@ def sparse_attention(
         `KeyBlock`; in exact mode every block but the first is cut into tiles of ``tiling.keys``.
     Source: DeepSeek-V4's attention (KERNELS.md 1); the sink takes probability and adds no value.
     """
-    tiles = [tile for block in _tiled(blocks, tiling) for tile in [_spread(block, len(queries))]]
+    tiles = [_spread(tile, len(queries)) for tile in _tiled(blocks, tiling)]
     num_rows, num_heads, _ = queries.shape
     scaled = queries * scale
     # the sink comes first so that a longer tail of masked keys moves nothing before it
     logits = [sinks.view(1, -1, 1).expand(num_rows, num_heads, 1)]
     for tile in tiles:
-        match_ = torch.bmm(scaled, tile.keys.transpose(1, 2))
-        logits.append(match_.masked_fill_(~tile.seen.unsqueeze(1), -torch.inf))
+        matches = torch.bmm(scaled, tile.keys.transpose(1, 2))
+        if tile.seen is not None:
+            matches.masked_fill_(tile.seen.logical_not().unsqueeze(1), -torch.inf)
+        logits.append(matches)
     weights = torch.cat(logits, dim=2).softmax(dim=2)
     result: Tensor | None = None
     start = 1
@@ -66,7 +69,8 @@ def _tiled(blocks: Sequence[KeyBlock], tiling: Tiling) -> list[KeyBlock]:
         length = block.keys.shape[1]
         for start in range(0, length, tiling.keys):
             stop = min(start + tiling.keys, length)
-            tiles.append(KeyBlock(block.keys[:, start:stop], block.seen[:, start:stop]))
+            seen = None if block.seen is None else block.seen[:, start:stop]
+            tiles.append(KeyBlock(block.keys[:, start:stop], seen))
     return tiles
 
 

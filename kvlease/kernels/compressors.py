@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvlease.kernels.activations import fold_softmax, fold_sum
 from kvlease.kernels.norms import rms_norm
-from kvlease.kernels.rope import Rotation, rotate_trailing
+from kvlease.kernels.rope import Rotation, rotate_trailing_
 
 
 def pool_groups(values: Tensor, gates: Tensor) -> Tensor:
@@ -43,4 +43,4 @@ def compressed_rows(
     Source: DeepSeek-V4's two compressors (KERNELS.md 1); they differ only in their slots.
     """
     pooled = pool_groups(values.to(gates.dtype), gates)
-    return rotate_trailing(rms_norm(pooled, weight, eps), turn)
+    return rotate_trailing_(rms_norm(pooled, weight, eps), turn)

@@ -35,6 +35,7 @@ def encode_rows(rows: Tensor, fmt: RowFormat) -> Tensor:
 
     Shapes: rows [..., width], float32 or wider (or the plain dtype itself); result
     [..., storage_width].
+
     Raises:
         LayoutMismatch: the width is not the format's, or rows of this format hold no numbers.
     """
@@ -55,6 +56,7 @@ def decode_rows(stored: Tensor, fmt: RowFormat, dtype: torch.dtype) -> Tensor:
     """Return stored rows as numbers of ``dtype`` (float32 or float64).
 
     Shapes: stored [..., storage_width]; result [..., width].
+
     Raises:
         LayoutMismatch: the width is not the format's, or rows of this format hold no numbers.
     """

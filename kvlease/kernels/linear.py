@@ -17,6 +17,7 @@ def linear(rows: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
     Shapes:
         rows [N, K]; weight [M, K]; result [N, M] in the rows' dtype. In exact mode N is a
         multiple of ``tiling.rows`` (pad with zeros).
+
     Raises:
         LayoutMismatch: N is not such a multiple, or K differs.
     """

@@ -4,6 +4,8 @@ A block reads a weighted sum of the streams and writes back to all of them while
 doubly stochastic matrix. Knows nothing of what a block computes.
 """
 
+from functools import lru_cache
+
 import torch
 from attrs import frozen
 from torch import Tensor
@@ -52,27 +54,43 @@ def _mixes(streams: Tensor, weights: MixerWeights, numbers: MixerNumbers, tiling
     return mixed.mul_(weights.scale).add_(weights.base)
 
 
+@lru_cache(maxsize=16)
+def _summing(size: int, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return matrices that turn [S * S entries, 1] into (sums of each entry's column or row) + eps.
+
+    The constant 1 behind the entries carries ``eps`` into every sum and stays 1 itself.
+    """
+    ones, same = torch.ones((size, size), dtype=dtype), torch.eye(size, dtype=dtype)
+    extended: list[Tensor] = []
+    for sums in (torch.kron(ones, same), torch.kron(same, ones)):
+        matrix = torch.zeros((size * size + 1, size * size + 1), dtype=dtype)
+        matrix[:-1, :-1] = sums
+        matrix[-1, :-1] = eps
+        matrix[-1, -1] = 1.0
+        extended.append(matrix)
+    return extended[0], extended[1]
+
+
 def sinkhorn(positive: Tensor, iterations: int, eps: float) -> Tensor:
     """Return positive matrices made nearly doubly stochastic: columns, then (rows, columns) again.
 
     Shapes: positive [N, S, S]; result likewise. ``eps`` is added to every sum divided by.
     """
     size = positive.shape[1]
-    ones, same = positive.new_ones((size, size)), torch.eye(size, dtype=positive.dtype)
-    # flat [N, S * S] times a 0/1 matrix gives every entry the sum of its own column (or row), so a
-    # half iteration is one product and one division
-    column_sums, row_sums = torch.kron(ones, same), torch.kron(same, ones)
-    floor = positive.new_full((size * size,), eps)
-    flat = positive.flatten(1).clone()
+    columns, rows = _summing(size, eps, positive.dtype)
+    # flat entries times a 0/1 matrix give every entry the sum of its own column (or row), so that
+    # a half iteration is one product and one division
+    flat = positive.new_ones((len(positive), size * size + 1))
+    flat[:, :-1] = positive.flatten(1)
     sums = torch.empty_like(flat)
-    torch.addmm(floor, flat, column_sums, out=sums)
+    torch.mm(flat, columns, out=sums)
     flat.div_(sums)
     for _ in range(iterations - 1):
-        torch.addmm(floor, flat, row_sums, out=sums)
+        torch.mm(flat, rows, out=sums)
         flat.div_(sums)
-        torch.addmm(floor, flat, column_sums, out=sums)
+        torch.mm(flat, columns, out=sums)
         flat.div_(sums)
-    return flat.view_as(positive)
+    return flat[:, :-1].reshape(positive.shape)
 
 
 def enter_block(

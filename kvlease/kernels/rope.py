@@ -5,12 +5,11 @@ inverse rotation is the same call with the angles' sine negated.
 """
 
 import math
+from functools import lru_cache
 
 import torch
 from attrs import frozen
 from torch import Tensor
-
-from kvlease.kernels.norms import accumulate_dtype
 
 
 @frozen
@@ -48,8 +47,9 @@ class Rotation:
         return Rotation(self.cos, -self.sin)
 
 
+@lru_cache(maxsize=16)
 def inverse_frequencies(spec: RopeSpec, dtype: torch.dtype) -> Tensor:
-    """Return radians per position for each pair, [dim / 2], in float32 or float64.
+    """Return radians per position for each pair, [dim / 2], in float32 or float64; do not write it.
 
     Source: YaRN (arXiv 2309.00071), ramp between interpolated and original frequencies.
     """
@@ -79,22 +79,25 @@ def rotation(positions: Tensor, frequencies: Tensor) -> Rotation:
     """
     angles = positions.to(frequencies.dtype).unsqueeze(1) * frequencies
     cos, sin = angles.cos(), angles.sin()
-    both = torch.stack([-sin, sin], dim=-1).flatten(1)
-    return Rotation(torch.repeat_interleave(cos, 2, dim=1), both)
+    return Rotation(
+        torch.stack([cos, cos], dim=-1).flatten(1), torch.stack([-sin, sin], dim=-1).flatten(1)
+    )
 
 
-def rotate_trailing(x: Tensor, turn: Rotation) -> Tensor:
-    """Rotate the trailing channels of x by each row's angles and return a new tensor.
+def rotate_trailing_(x: Tensor, turn: Rotation) -> Tensor:
+    """Rotate the trailing channels of x by each row's angles, in place, and return x.
 
-    Shapes: x [N, D] or [N, H, D]; turn [N, dim] with dim <= D; result like x, in x's dtype.
+    Ownership: the caller owns x and no view of it is in use elsewhere.
+    Shapes: x [N, D] or [N, H, D]; turn [N, dim] with dim <= D.
     """
     dim = turn.cos.shape[-1]
     cos, sin = turn.cos, turn.sin
     if x.ndim == 3:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    tail = x[..., x.shape[-1] - dim :].to(accumulate_dtype(x.dtype))
-    swapped = tail.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    rotated = x.clone(memory_format=torch.contiguous_format)
+    tail = x[..., x.shape[-1] - dim :]
+    wide = tail.to(cos.dtype)
+    swapped = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     # two products and one sum: a fused multiply-add would round by vector position
-    rotated[..., x.shape[-1] - dim :] = (tail * cos).add_(swapped.mul_(sin))
-    return rotated
+    kept = wide * cos
+    tail.copy_(kept.add_(swapped.mul_(sin)))
+    return x

@@ -18,7 +18,7 @@ from kvlease.kernels.indexer import index_scores
 from kvlease.kernels.linear import linear
 from kvlease.kernels.mhc import sinkhorn
 from kvlease.kernels.norms import accumulate_dtype, rms_norm
-from kvlease.kernels.rope import RopeSpec, inverse_frequencies, rotate_trailing, rotation
+from kvlease.kernels.rope import RopeSpec, inverse_frequencies, rotate_trailing_, rotation
 from kvlease.kernels.tiling import EXACT, Tiling, pad_rows
 
 _MANY = 96
@@ -120,7 +120,7 @@ def _probes(
 
     def turned(parts: list[Tensor]) -> Tensor:
         turn = rotation((parts[0][:, 0, 0] * 1000).to(torch.int64).abs(), frequencies)
-        return rotate_trailing(parts[0], turn)
+        return rotate_trailing_(parts[0].clone(), turn)
 
     hidden = rows(g.width)
     heads = rows(g.heads, g.head_dim)

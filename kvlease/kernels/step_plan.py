@@ -49,6 +49,8 @@ class Visible:
 
     counts: Tensor
     groups: tuple[RowGroup, ...]
+    least: int
+    """The smallest of the counts."""
     blind: Tensor | None
     """Rows that see nothing, [.] int64, or None if there are none."""
 
@@ -73,7 +75,8 @@ class WindowReads:
 
     source: Literal["rings", "places", "mixed"]
     rows: Tensor | None
-    seen: Tensor
+    seen: Tensor | None
+    """None when every row sees its whole ring."""
 
 
 @frozen
@@ -172,7 +175,7 @@ class StepPlan:
         seen = (at_place >= 0) & (at_place > here - window)
         if self.is_decode:
             if seen.all():
-                return WindowReads("rings", None, _tensor(seen))
+                return WindowReads("rings", None, None)
             # an unseen place may hold poison; the row's own place is always seen
             safe = np.where(seen, places, here % ring)
             return WindowReads("places", _tensor(safe), _tensor(seen))
@@ -241,7 +244,12 @@ class StepPlan:
                 for low in range(first, end, GROUP_ROWS):
                     rows = np.arange(low, min(low + GROUP_ROWS, end))
                     groups.append(self._group(rows, counts, len(rows), shared=True))
-        return Visible(_tensor(counts), tuple(groups), _tensor(blind) if len(blind) else None)
+        return Visible(
+            counts=_tensor(counts),
+            groups=tuple(groups),
+            least=int(counts.min()),
+            blind=_tensor(blind) if len(blind) else None,
+        )
 
     def _group(self, rows: _Ints, counts: _Ints, count: int, *, shared: bool) -> RowGroup:
         padding = self.tiling.round_rows(len(rows)) - len(rows)

@@ -73,6 +73,7 @@ def read_rows(handle: PagedRows, sequences: Tensor, rows: Tensor, index: RowInde
 
     Ownership: the result is a copy. Shapes: sequences and rows int64, broadcast together to [...];
     every row must be one that the sequence's page table covers; result [..., *row].
+
     Raises:
         StaleEpoch: the right behind the handle has ended.
     """
@@ -92,6 +93,7 @@ def read_selected(selected: SelectedRows, sequences: Tensor) -> Tensor:
     A query that sees any row sees row 0, so what fills the unused places is never foreign; a query
     that sees none gets whatever lies there, and the caller must clear it.
     Shapes: selected.chosen [N, K]; sequences [N, 1]; result [N, K, *row].
+
     Raises:
         StaleEpoch: the right behind the handle has ended.
     """
@@ -110,6 +112,7 @@ def write_rows(
 
     Ownership: the caller holds the sequences' open pages through the handle. Shapes: sequences and
     rows [G] int64, no pair twice; stored [G, *row].
+
     Raises:
         StaleEpoch: the right behind the handle has ended.
         SealedPage: a row lies below its sequence's floor.
@@ -138,6 +141,7 @@ def read_rings(handle: SlotRows, sequences: Tensor) -> Tensor:
     """Return whole rings of the given sequences; a copy.
 
     Shapes: sequences [M] int64; result [M, ring_rows, width].
+
     Raises:
         StaleEpoch: the right behind the handle has ended.
     """
@@ -151,6 +155,7 @@ def read_ring_rows(handle: SlotRows, sequences: Tensor, places: Tensor) -> Tenso
     """Return ring rows by place (position % ring_rows); a copy.
 
     Shapes: sequences and places int64, broadcast together to [...]; result [..., width].
+
     Raises:
         StaleEpoch: the right behind the handle has ended.
     """
@@ -165,6 +170,7 @@ def write_ring_rows(handle: SlotRows, sequences: Tensor, places: Tensor, rows: T
     """Write ring rows by place (position % ring_rows).
 
     Shapes: sequences and places [M] int64, no pair twice; rows [M, width].
+
     Raises:
         StaleEpoch: the right behind the handle has ended.
         LayoutMismatch: dtype or width differ from the pool's.

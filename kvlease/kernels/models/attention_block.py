@@ -18,7 +18,7 @@ from kvlease.kernels.models.config import V4Config
 from kvlease.kernels.models.weights import AttentionWeights, CompressorWeights
 from kvlease.kernels.norms import accumulate_dtype, rms_norm, rms_normalize
 from kvlease.kernels.projection import project_output
-from kvlease.kernels.rope import Rotation, inverse_frequencies, rotate_trailing, rotation
+from kvlease.kernels.rope import Rotation, inverse_frequencies, rotate_trailing_, rotation
 from kvlease.kernels.step_plan import RowGroup, StepPlan
 from kvlease.kernels.topk import select_topk
 from kvlease.kernels.views import (
@@ -50,32 +50,26 @@ class StepRotations:
     """Angles of a step's rows and of the groups it closes, each made once."""
 
     def __init__(self, config: V4Config, plan: StepPlan, wide: torch.dtype) -> None:
-        """Nothing is computed before it is asked for."""
+        """No angle is computed before it is asked for."""
         self._plan = plan
-        self._specs = {False: config.main_rope, True: config.compress_rope}
-        self._wide = wide
-        self._frequencies: dict[bool, Tensor] = {}
+        self._frequencies = {
+            False: inverse_frequencies(config.main_rope, wide),
+            True: inverse_frequencies(config.compress_rope, wide),
+        }
         self._rows: dict[bool, tuple[Rotation, Rotation]] = {}
         self._closings: dict[int, Rotation] = {}
-
-    def _base(self, compressed: bool) -> Tensor:
-        if compressed not in self._frequencies:
-            self._frequencies[compressed] = inverse_frequencies(
-                self._specs[compressed], self._wide
-            )
-        return self._frequencies[compressed]
 
     def rows(self, *, compressed: bool) -> tuple[Rotation, Rotation]:
         """Return the rotation of every row and its inverse."""
         if compressed not in self._rows:
-            turn = rotation(self._plan.positions, self._base(compressed))
+            turn = rotation(self._plan.positions, self._frequencies[compressed])
             self._rows[compressed] = turn, turn.inverse()
         return self._rows[compressed]
 
     def closings(self, ratio: int, groups: Tensor) -> Rotation:
         """Return the rotation of the groups that close in this step, at their first positions."""
         if ratio not in self._closings:
-            self._closings[ratio] = rotation(groups * ratio, self._base(True))
+            self._closings[ratio] = rotation(groups * ratio, self._frequencies[True])
         return self._closings[ratio]
 
 
@@ -101,6 +95,7 @@ def attend(
 
     Ownership: borrows the view's memory through its handles.
     Shapes: hidden [N, hidden] in the compute dtype; result likewise.
+
     Raises:
         StaleEpoch, SealedPage, LayoutMismatch: from the handles.
     """
@@ -112,8 +107,8 @@ def attend(
     asked = linear(rank, weights.from_query, plan.tiling)
     head_width = config.num_heads * config.head_dim
     queries = asked[:, :head_width].reshape(-1, config.num_heads, config.head_dim)
-    queries = rotate_trailing(rms_normalize(queries, config.norm_eps).to(ctx.wide), turn)
-    kv = rotate_trailing(rms_norm(parts[1], weights.kv_norm, config.norm_eps), turn)
+    queries = rotate_trailing_(rms_normalize(queries, config.norm_eps).to(ctx.wide), turn)
+    kv = rotate_trailing_(rms_norm(parts[1], weights.kv_norm, config.norm_eps), turn)
     window = _Window(view.window, kv, ctx)
     match view:
         case SlidingStepView():
@@ -127,7 +122,7 @@ def attend(
                       view.compressor, ctx)  # fmt: skip
             out = _attend_all(queries, weights.sinks, window, view.latent, layer, ctx)
     window.keep()
-    heads = rotate_trailing(out, unturn).to(ctx.dtype)
+    heads = rotate_trailing_(out, unturn).to(ctx.dtype)
     return project_output(heads, weights.out_down, weights.out_up, plan.tiling)
 
 
@@ -167,7 +162,7 @@ class _Window:
             keys = read_rings(self._handle, plan.sequences[rows])
         else:
             keys = read_ring_rows(self._handle, plan.sequence_column[rows], reads.rows[rows])
-        return KeyBlock(keys.to(self._wide), reads.seen[rows])
+        return KeyBlock(keys.to(self._wide), None if reads.seen is None else reads.seen[rows])
 
     @property
     def num_keys(self) -> int:
@@ -227,11 +222,11 @@ def _chosen_block(chosen: _Chosen, low: int, high: int, ctx: AttentionContext) -
     numbers = chosen.numbers[low:high]
     stored = read_selected(chosen.rows.select(numbers), plan.sequence_column[low:high])
     keys = decode_rows(stored, chosen.format, ctx.wide)
-    blind = plan.visible(ctx.config.sparse_ratio).blind
-    if blind is not None:
-        mine = blind[(blind >= low) & (blind < high)] - low
+    visible = plan.visible(ctx.config.sparse_ratio)
+    if visible.blind is not None:
+        mine = visible.blind[(visible.blind >= low) & (visible.blind < high)] - low
         keys.index_fill_(0, mine, 0.0)
-    return KeyBlock(keys, numbers >= 0)
+    return KeyBlock(keys, None if visible.least >= numbers.shape[1] else numbers >= 0)
 
 
 def _choose(
@@ -250,7 +245,7 @@ def _choose(
     _compress(parts[4:6], weights.index_compressor, layer, "index_k", view.index_k_open,
               view.index_compressor, ctx)  # fmt: skip
     queries = asked.reshape(-1, config.index_heads, config.index_dim).to(ctx.wide)
-    queries = rotate_trailing(queries, turn)
+    queries = rotate_trailing_(queries, turn)
     scale = (config.index_heads * config.index_dim) ** -0.5
     head_weights = parts[6].to(ctx.wide) * scale
     fmt = _format(layer, "index_k")

@@ -96,6 +96,7 @@ class DeepseekV4:
         Ownership: borrows the lease and the inputs until the stream's work is done; rows are
         written only through the lease.
         Checkpoints: only where a layer's lease waits. Cancelled: what was launched still runs.
+
         Raises:
             TransferFailed: a layer's transfer failed; discard the step.
             UsageError: a step without sequences, or a sequence without tokens.
@@ -125,6 +126,7 @@ def load_model(folder: Path | None, options: ModelOptions, seed: int = 0) -> Dee
     """Return the model of a checkpoint folder, or the embedded one where ``folder`` is None.
 
     ``seed`` chooses the embedded model's weights.
+
     Raises:
         ModelLoadError: the checkpoint cannot be used; the sentence names file and key or tensor.
         ConfigError: the page size does not fit, or exactness cannot be had on this machine.
