@@ -25,13 +25,15 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
 def without_cancellation(error: BaseException) -> BaseException | None:
     """Return what is left of an error when cancellation is taken out; None if nothing is.
 
-    One error that is left is returned bare; several stay a group.
+    One error that is left is returned bare; several stay a group, the same one if it was whole.
     """
     if isinstance(error, BaseExceptionGroup):
         group = cast("BaseExceptionGroup[BaseException]", error)
-        _, rest = group.split(trio.Cancelled)
+        cancelled, rest = group.split(trio.Cancelled)
         if rest is None:
             return None
+        if cancelled is None:
+            rest = group  # `split` makes a copy even where there is nothing to split off
         inner = list(leaves(rest))
         return inner[0] if len(inner) == 1 else rest
     return None if isinstance(error, trio.Cancelled) else error

@@ -313,8 +313,7 @@ def _raise_outcome(fatal: BaseException | None, ends: list[BaseException]) -> No
     """Raise the one error that tells what happened: the fatal one, the block's, or cancellation."""
     errors = [rest for end in ends if (rest := without_cancellation(end)) is not None]
     if fatal is not None:
-        if errors and fatal.__context__ is None and errors[0] is not fatal:
-            fatal.__context__ = errors[0]
+        # Python itself makes the block's error, if there is one, the context of this one.
         raise fatal
     if errors:
         raise errors[0]

@@ -128,24 +128,32 @@ class _CancelAt(trio.abc.Instrument):
                 self.scope.cancel()
 
 
-async def cancel_at_every_checkpoint(
-    trial: Callable[[], Awaitable[None]], check: Callable[[bool], Awaitable[None] | None]
-) -> int:
+Trial = Callable[[], Awaitable[None]]
+Check = Callable[[bool], Awaitable[None] | None]
+
+
+async def cancel_at_checkpoint(step: int, trial: Trial, check: Check) -> bool:
+    """Run ``trial``, cancelled at its ``step``-th checkpoint; return whether it was cancelled."""
+    # A trial that waits for ever at an earlier checkpoint is a mistake of the test.
+    with trio.fail_after(PATIENCE_S), trio.CancelScope() as scope:
+        instrument = _CancelAt(scope, step)
+        trio.lowlevel.add_instrument(instrument)
+        try:
+            await trial()
+        finally:
+            trio.lowlevel.remove_instrument(instrument)
+    outcome = check(scope.cancelled_caught)
+    if outcome is not None:
+        await outcome
+    return scope.cancelled_caught
+
+
+async def cancel_at_every_checkpoint(trial: Trial, check: Check) -> int:
     """Run ``trial`` again and again, cancelled at its 1st, 2nd, ... checkpoint, then not at all.
 
     ``check`` hears after each whether the trial was cancelled; returns how many checkpoints were.
     """
     for step in range(1, 200):
-        with trio.CancelScope() as scope:
-            instrument = _CancelAt(scope, step)
-            trio.lowlevel.add_instrument(instrument)
-            try:
-                await trial()
-            finally:
-                trio.lowlevel.remove_instrument(instrument)
-        outcome = check(scope.cancelled_caught)
-        if outcome is not None:
-            await outcome
-        if not scope.cancelled_caught:
+        if not await cancel_at_checkpoint(step, trial, check):
             return step - 1
     raise AssertionError("the trial has no end")
