@@ -20,9 +20,7 @@ def pool_groups(values: Tensor, gates: Tensor) -> Tensor:
     return fold_sum(fold_softmax(gates, 1).mul_(values), 1)
 
 
-def overlapping_slots(
-    previous: Tensor, current: Tensor, first: Tensor, fill: float
-) -> Tensor:
+def overlapping_slots(previous: Tensor, current: Tensor, first: Tensor, fill: float) -> Tensor:
     """Join the previous group's first series with the current group's second series.
 
     Shapes: previous and current [G, r, D]; first [G] bool, true for a sequence's group 0, which has

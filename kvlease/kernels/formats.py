@@ -78,7 +78,8 @@ def decode_rows(stored: Tensor, fmt: RowFormat, dtype: torch.dtype) -> Tensor:
 def _tiles(nope: Tensor) -> Tensor:
     """Return [..., T, 64], the last tile filled with zeros."""
     missing = -nope.shape[-1] % FP8_TILE
-    return torch.nn.functional.pad(nope, (0, missing)).unflatten(-1, (-1, FP8_TILE))
+    padded = torch.nn.functional.pad(nope, (0, missing))
+    return padded.reshape(*nope.shape[:-1], -1, FP8_TILE)
 
 
 def _encode_latent(rows: Tensor, fmt: RowFormat) -> Tensor:

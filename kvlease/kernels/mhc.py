@@ -105,7 +105,9 @@ def enter_block(
     mixes = _mixes(streams, weights, numbers, tiling)
     gates = sigmoid(mixes[:, : 2 * size].contiguous())
     square = mixes[:, 2 * size :].reshape(-1, size, size)
-    comb = sinkhorn(square.softmax(dim=2).add_(numbers.eps), numbers.sinkhorn_iterations, numbers.eps)
+    comb = sinkhorn(
+        square.softmax(dim=2).add_(numbers.eps), numbers.sinkhorn_iterations, numbers.eps
+    )
     entered = _weighted_sum(gates[:, :size] + numbers.eps, streams)
     return entered, Mixing(gates[:, size:] * 2.0, comb)
 

@@ -5,6 +5,8 @@ expert on its own rows. Which form a model uses follows from its number of exper
 a row meets the same form whatever the batch.
 """
 
+from typing import cast
+
 import torch
 from attrs import frozen
 from torch import Tensor
@@ -66,7 +68,8 @@ def _each_expert(
 ) -> Tensor:
     total = torch.zeros_like(rows, dtype=routing.weights.dtype)
     width = weights.width
-    for expert in routing.chosen.any(dim=0).nonzero().flatten().tolist():
+    used = cast("list[int]", routing.chosen.any(dim=0).nonzero().flatten().tolist())
+    for expert in used:
         mine = routing.chosen[:, expert].nonzero().flatten()
         part = pad_rows(rows.index_select(0, mine), tiling.round_rows(len(mine)))
         of_expert = slice(expert * width, (expert + 1) * width)

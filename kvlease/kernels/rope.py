@@ -96,7 +96,7 @@ def rotate_trailing_(x: Tensor, turn: Rotation) -> Tensor:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     tail = x[..., x.shape[-1] - dim :]
     wide = tail.to(cos.dtype)
-    swapped = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    swapped = wide.reshape(*wide.shape[:-1], -1, 2).flip(-1).flatten(-2)
     # two products and one sum: a fused multiply-add would round by vector position
     kept = wide * cos
     tail.copy_(kept.add_(swapped.mul_(sin)))

@@ -6,6 +6,7 @@ tokens alone, batched, or again after preemption.
 
 import hashlib
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ def sample_tokens(
     """
     hashes = [_digest(row) for row in logits] if digests else [None] * len(how)
     allowed = _ban(logits, how)
-    tokens = allowed.argmax(dim=1).tolist()  # the lowest token among equals
+    # the lowest token among equals
+    tokens = cast("list[int]", allowed.argmax(dim=1).tolist())
     drawn = [row for row, way in enumerate(how) if way.temperature > 0]
     if drawn:
         found = _draw(
@@ -93,6 +95,7 @@ def _describe(row: Tensor, token: int, way: Sampling, digest: bytes | None) -> S
     top: tuple[tuple[int, float], ...] = ()
     if way.logprobs > 0:
         ranked, order = torch.sort(shares, descending=True, stable=True)
-        best = zip(order[: way.logprobs].tolist(), ranked[: way.logprobs].tolist(), strict=True)
-        top = tuple((int(name), float(value)) for name, value in best)
+        names = cast("list[int]", order[: way.logprobs].tolist())
+        values = cast("list[float]", ranked[: way.logprobs].tolist())
+        top = tuple(zip(names, values, strict=True))
     return SampledToken(token, float(shares[token]), top, digest)

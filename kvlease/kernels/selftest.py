@@ -58,7 +58,9 @@ def row_invariance(
 ) -> InvarianceReport:
     """Compare each row computed among 96 with the same row in smaller batches, bit for bit."""
     probes = _probes(dtype, geometry or ProbeGeometry(), tiling)
-    varying = [name for name, (probe, rows) in probes.items() if not _is_stable(probe, rows, tiling)]
+    varying = [
+        name for name, (probe, rows) in probes.items() if not _is_stable(probe, rows, tiling)
+    ]
     return InvarianceReport(
         str(dtype).removeprefix("torch."), torch.get_num_threads(), tuple(probes), tuple(varying)
     )

@@ -128,7 +128,9 @@ class Rig:
         """Return page table, slots and sealed page counts; the same tensors for all layers."""
         key = tuple((id(m), m.computed, len(m.pages)) for m in members)
         if self._cached_tables is None or self._cached_tables[0] != key:
-            table = torch.zeros((len(members), max(len(m.pages) for m in members)), dtype=torch.int64)
+            table = torch.zeros(
+                (len(members), max(len(m.pages) for m in members)), dtype=torch.int64
+            )
             for row, member in enumerate(members):
                 table[row, : len(member.pages)] = torch.tensor(member.pages)
             slots = torch.tensor([m.slot for m in members])

@@ -129,8 +129,7 @@ SHAPES = (
         16,
         100,
         ratios=(4, 16),
-        changes=YARN
-        | {"n_routed_experts": 20, "num_experts_per_tok": 3},
+        changes=YARN | {"n_routed_experts": 20, "num_experts_per_tok": 3},
     ),
     Shape(
         "two streams, sigmoid scores, clamps that bite",

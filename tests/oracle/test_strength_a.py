@@ -29,9 +29,7 @@ TOLERANCE = 1e-9
 
 @pytest.mark.parametrize("index_heads", [1, 16])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_chunked_forward_equals_the_oracle(
-    shape: Shape, index_heads: int, tmp_path: Path
-) -> None:
+def test_chunked_forward_equals_the_oracle(shape: Shape, index_heads: int, tmp_path: Path) -> None:
     """Chunks, single tokens and batches all give the oracle's logits at every cut."""
     config = make_config(shape, index_heads=index_heads)
     plain = make_model(config, seed=index_heads)

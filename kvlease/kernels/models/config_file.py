@@ -170,9 +170,10 @@ def _check_divisions(r: _Reader, config: V4Config) -> None:
 
 def _scoring(r: _Reader) -> Scoring:
     name = r.values.get("scoring_func", "sqrtsoftplus")
-    if name not in SCORES:
-        raise r.refuse("scoring_func", f"is {name!r}; known are {', '.join(SCORES)}")
-    return cast("Scoring", name)
+    for known in SCORES:
+        if name == known:
+            return known
+    raise r.refuse("scoring_func", f"is {name!r}; known are {', '.join(SCORES)}")
 
 
 def _rope_dim(r: _Reader, head_dim: int) -> int:
@@ -237,9 +238,7 @@ def _rope(r: _Reader) -> tuple[float, float, Yarn | None]:
     compress_theta = r.number("compress_rope_theta", 160000.0)
     nested = [given.get(name) for name in ("main", "compress")]
     if all(isinstance(part, dict) for part in nested):
-        main, compress = (
-            _Reader(r.path, cast("dict[str, object]", part)) for part in nested
-        )
+        main, compress = (_Reader(r.path, cast("dict[str, object]", part)) for part in nested)
         main_theta = main.number("rope_theta", main_theta)
         compress_theta = compress.number("rope_theta", compress_theta)
         if _rope_type(main, f"{key}.main") != "default":

@@ -140,5 +140,3 @@ def load_model(folder: Path | None, options: ModelOptions, seed: int = 0) -> Dee
     with Checkpoint(folder, config) as checkpoint:
         weights = build_weights(config, checkpoint, dtype)
         return DeepseekV4(config, weights, checkpoint.fingerprint(), options)
-
-

@@ -67,10 +67,11 @@ class RandomTensors:
             return order.argsort(dim=1)[:, : shape[1]].contiguous()
         values = torch.randn(shape, generator=draw)
         if name.endswith("norm.weight"):
-            return 1.0 + 0.1 * values
-        if name == "embed.weight" or len(shape) == 1 or name.endswith(".ape"):
-            return values if name == "embed.weight" else 0.5 * values
-        return values * shape[-1] ** -0.5
+            return values.mul_(0.1).add_(1.0)
+        if name == "embed.weight":
+            return values
+        is_bias = len(shape) == 1 or name.endswith(".ape")
+        return values.mul_(0.5 if is_bias else shape[-1] ** -0.5)
 
     def fingerprint(self) -> str:
         """Return a hash of geometry and seed."""

@@ -5,9 +5,9 @@ Everything is checked before the first weight is used; each refusal names the fi
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol, Self, cast
 
 import msgspec
 import torch
@@ -44,6 +44,10 @@ class _File(Protocol):
     def get_slice(self, name: str) -> _Slice: ...
 
 
+class _OpenFile(Protocol):
+    def __call__(self, path: Path, *, framework: str) -> AbstractContextManager[_File]: ...
+
+
 class Checkpoint:
     """An open checkpoint; a `TensorSource` for ``build_weights``. Close it by its ``with`` block.
 
@@ -66,7 +70,7 @@ class Checkpoint:
             self._stack.close()
             raise
 
-    def __enter__(self) -> "Checkpoint":
+    def __enter__(self) -> Self:
         """Borrow for a ``with`` block."""
         return self
 
@@ -76,10 +80,9 @@ class Checkpoint:
 
     def _open(self, path: Path) -> None:
         try:
-            opened = self._stack.enter_context(safe_open(path, framework="pt"))
+            file = self._stack.enter_context(cast("_OpenFile", safe_open)(path, framework="pt"))
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{path}: is not a whole safetensors file ({error})") from error
-        file = cast("_File", opened)
         for name in file.keys():  # noqa: SIM118 (not a mapping)
             canonical = canonical_name(name)
             if not is_ignored(canonical):
@@ -166,7 +169,7 @@ class Checkpoint:
         """
         digest = hashlib.blake2b(repr(self._config).encode(), digest_size=16)
         for name in sorted(self._where):
-            path, file, stored = self._where[name]
+            _, file, stored = self._where[name]
             about = file.get_slice(stored)
             shape = about.get_shape()
             digest.update(f"{name} {shape} {about.get_dtype()}".encode())

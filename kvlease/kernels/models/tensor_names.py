@@ -49,7 +49,7 @@ _RENAMES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 
 FUSED_UP = "ffn.experts.gate_up_proj"
 FUSED_DOWN = "ffn.experts.down_proj"
-"""All experts of a layer as one tensor, [E, 2F, D] and [E, D, F]; accepted instead of w1, w2, w3."""
+"""All experts of a layer as one tensor, [E, 2F, D] and [E, D, F]; taken instead of w1, w2, w3."""
 
 
 def canonical_name(name: str) -> str:

@@ -34,5 +34,5 @@ class ByteTokenizer:
         return list(text.encode())
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of the bytes among ``tokens``; markers are left out, bad UTF-8 replaced."""
+        """Return the text of the bytes among ``tokens``, without markers; bad UTF-8 is replaced."""
         return bytes(token for token in tokens if 0 <= token < NUM_BYTES).decode(errors="replace")
