@@ -51,6 +51,7 @@ class Conversations:
     """A 128K-token base and 20 turns of 640 or 768 tokens, each turn with a sibling branch."""
 
     def __init__(self, base_tokens: int, turns: int) -> None:
+        """Serve the base and then turn after turn."""
         self.index = PrefixIndex(PAGE_BYTES, needs_tail=True)
         self.random = np.random.default_rng(7)
         self.given = 0
@@ -65,9 +66,11 @@ class Conversations:
             self.serve(self.prompt)
 
     def tokens(self, count: int) -> bytes:
+        """Draw new tokens."""
         return self.random.integers(0, 150_000, count, dtype=np.int32).tobytes()
 
     def pages(self, count: int) -> "array[int]":
+        """Name new pages."""
         self.given += count
         return array("i", range(self.given - count, self.given))
 
@@ -81,10 +84,6 @@ class Conversations:
         for boundary in [*range(first // 64 * 64 + 64, last, 64), last]:
             self.given += 1
             self.index.put_tail(match.cursor, boundary, self.given)
-        self.index.release(match.cursor)
-
-    def match(self, prompt: bytes) -> None:
-        match = self.index.match(IDENTITY, prompt, (len(prompt) // 4 - 1) // PAGE_TOKENS)
         self.index.release(match.cursor)
 
 

@@ -54,6 +54,8 @@ class LazyHeap(Generic[T]):
     def discard(self, item: T) -> None:
         """Withdraw `item` if it is there."""
         self._keys.pop(item, None)
+        if not self._keys:
+            self._entries.clear()
 
     def first_key(self) -> int | None:
         """Return the smallest key; None when empty."""

@@ -27,7 +27,23 @@ from kvlease.pools.prefix_results import (
 from kvlease.pools.prefix_resume import attach_tail, drop_tail, put_tail
 from kvlease.pools.prefix_transfers import attach, attach_match, end_flight, lose_flight
 from kvlease.pools.prefix_tree import PrefixTree
-from kvlease.pools.prefix_walk import cut_to_tail, edge_at, path_to, walk
+from kvlease.pools.prefix_walk import cut_to_tail, edge_at, enter, path_to, walk
+
+__all__ = [
+    "Attached",
+    "CacheTier",
+    "Cursor",
+    "Extended",
+    "IndexStatistics",
+    "KeptTail",
+    "Match",
+    "Node",
+    "Pages",
+    "Policy",
+    "PrefixIndex",
+    "Released",
+    "Tail",
+]
 
 Policy: TypeAlias = Literal["lru", "s3fifo"]
 """Eviction policy of both tiers."""
@@ -93,36 +109,8 @@ class PrefixIndex:
         cursor = Cursor(path[-1] if path else top, use)
         match = Match(cursor, count, no_pages(), [], [], tail, matched, 0, 0)
         top.pins += 1
-        self._enter(path, use, match)
+        enter(tree, path, match)
         return match
-
-    def _enter(self, path: list[Node], use: int, match: Match) -> None:
-        """Pin and stamp the edges of a match and note where their pages are."""
-        pages, arrivals = match.pages, match.arrivals
-        device_pinned = host_pinned = 0
-        for node in path:
-            device = node.device
-            held = device.pages
-            if held is None:
-                count = node.num_pages
-                pages.extend([-1] * count)
-                match.host_pages += count
-                match.to_load.append(node)
-            else:
-                pages += held
-                if device.arrival is not None and device.arrival not in arrivals:
-                    arrivals.append(device.arrival)
-            if not node.pins:
-                device_pinned += len(held) if held is not None else 0
-                on_host = node.host.pages
-                host_pinned += len(on_host) if on_host is not None else 0
-            node.pins += 1
-            node.hits += 1
-            node.last_use = use
-        match.device_pages = match.num_pages - match.host_pages
-        counts = self._tree.counts
-        counts["device"].pinned += device_pinned
-        counts["host"].pinned += host_pinned
 
     def fork(self, cursor: Cursor) -> Cursor:
         """Return a second cursor at the same place, to be released on its own. O(edges)."""

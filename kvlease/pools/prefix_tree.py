@@ -188,9 +188,10 @@ class PrefixTree:
     def prune_root(self, root: Node) -> None:
         """Forget a root without edges and pins."""
         if not root.children and not root.pins:
-            if root.is_live:
-                self.roots.pop(root.key, None)
+            if self.roots.get(root.key) is root:
+                del self.roots[root.key]
             self.flushed.pop(root, None)
+            _retire(root)
 
     # Pins
 

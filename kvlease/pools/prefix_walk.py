@@ -1,9 +1,10 @@
 """How a prompt finds its cached prefix: down the edges, then back to where computing can resume.
 
-Pure reading: nothing is pinned, stamped or split here.
+It finds paths and enters them; it changes neither structure nor residency.
 """
 
 from kvlease.pools.prefix_node import Node, Tail
+from kvlease.pools.prefix_results import Match
 from kvlease.pools.prefix_tree import PrefixTree
 
 
@@ -75,6 +76,36 @@ def cut_to_tail(path: list[Node], num_pages: int) -> tuple[int, Tail | None]:
         path.pop()
         num_pages = start
     return 0, None
+
+
+def enter(tree: PrefixTree, path: list[Node], match: Match) -> None:
+    """Pin and stamp the edges of a match and note where their pages are."""
+    use = match.cursor.use
+    pages, arrivals = match.pages, match.arrivals
+    device_pinned = host_pinned = 0
+    for node in path:
+        device = node.device
+        held = device.pages
+        if held is None:
+            count = node.num_pages
+            pages.extend([-1] * count)
+            match.host_pages += count
+            match.to_load.append(node)
+        else:
+            pages += held
+            if device.arrival is not None and device.arrival not in arrivals:
+                arrivals.append(device.arrival)
+        if not node.pins:
+            device_pinned += len(held) if held is not None else 0
+            on_host = node.host.pages
+            host_pinned += len(on_host) if on_host is not None else 0
+        node.pins += 1
+        node.hits += 1
+        node.last_use = use
+    match.device_pages = match.num_pages - match.host_pages
+    counts = tree.counts
+    counts["device"].pinned += device_pinned
+    counts["host"].pinned += host_pinned
 
 
 def path_to(node: Node) -> list[Node]:

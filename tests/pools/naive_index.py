@@ -4,7 +4,6 @@ Every rule is written page by page and by full scan. Eviction is judged, not pre
 told which page went and says whether it was its turn.
 """
 
-from array import array
 from dataclasses import dataclass, field
 
 from kvlease.pools.prefix_node import TIERS, CacheTier, Pages, Released
@@ -218,8 +217,11 @@ class NaiveIndex:
     def all_tails(self) -> list[NaiveTail]:
         return [page.tail for page in self.pages.values() if page.tail is not None]
 
+    def owners(self) -> "list[NaivePage | NaiveTail]":
+        return [*self.pages.values(), *self.all_tails()]
+
     def arrived(self, arrival: object) -> Released:
-        for owner in [*self.pages.values(), *self.all_tails()]:
+        for owner in self.owners():
             for tier in TIERS:
                 if owner.copy(tier).arrival == arrival:
                     owner.copy(tier).arrival = None
@@ -227,7 +229,7 @@ class NaiveIndex:
 
     def lost(self, arrival: object, *, drop_host: bool) -> Released:
         released = Released()
-        for owner in [*self.pages.values(), *self.all_tails()]:
+        for owner in self.owners():
             is_page = isinstance(owner, NaivePage)
             hit = {tier: owner.copy(tier).arrival == arrival for tier in TIERS}
             if hit["device"]:
@@ -308,6 +310,5 @@ class NaiveIndex:
 
 def _drop(copy: NaiveCopy, released: Released, *, is_page: bool, tier: CacheTier) -> None:
     if copy.name is not None:
-        target: "array[int] | list[int]" = released.pages(tier) if is_page else released.tails(tier)
-        target.append(copy.name)
+        (released.pages(tier) if is_page else released.tails(tier)).append(copy.name)
         copy.name = copy.arrival = None

@@ -72,8 +72,10 @@ class Pair:
         assert list(match.pages) == twin.pages
         assert match.arrivals == twin.arrivals
         assert (match.num_pages, match.matched_pages) == (twin.num_pages, twin.matched_pages)
-        assert match.host_pages == twin.pages.count(-1) == sum(
-            node.num_pages for node in match.to_load
+        assert (
+            match.host_pages
+            == twin.pages.count(-1)
+            == sum(node.num_pages for node in match.to_load)
         )
         assert match.device_pages + match.host_pages == match.num_pages
         assert (match.tail is None) == (twin.tail is None)

@@ -96,9 +96,10 @@ class PrefixMachine(RuleBasedStateMachine):
         arrival = self.new_transfer()
         self.pair.load(sequence, arrival)
         tail, twin = match.tail, sequence.twin_match.tail
-        if with_tail and tail is not None and twin is not None and tail.node is not None:
-            if tail.device.slot is None:
-                self.pair.load_tail(tail, twin, "device", arrival)
+        if not with_tail or tail is None or twin is None or tail.node is None:
+            return
+        if tail.device.slot is None:
+            self.pair.load_tail(tail, twin, "device", arrival)
 
     @precondition(lambda self: self.sequences)
     @rule(pick=PICK)
