@@ -97,9 +97,8 @@ def layer_shapes(config: V4Config, layer: int) -> Shapes:
         "ffn.gate.weight": (c.num_experts, c.hidden),
     }
     for mixer in ("hc_attn", "hc_ffn"):
-        shapes[f"{mixer}_fn"] = (mixes, c.streams * c.hidden)
-        shapes[f"{mixer}_base"] = (mixes,)
-        shapes[f"{mixer}_scale"] = (3,)
+        parts = {"fn": (mixes, c.streams * c.hidden), "base": (mixes,), "scale": (3,)}
+        shapes |= {f"{mixer}_{part}": shape for part, shape in parts.items()}
     match c.layer_kinds[layer]:
         case "sliding":
             pass

@@ -119,11 +119,10 @@ class _Builder:
 
     def mixer(self, prefix: str, spread: tuple[int, ...]) -> MixerWeights:
         counts = torch.tensor(spread)
-        return MixerWeights(
-            projection=self.vector(f"{prefix}_fn"),
-            scale=self.vector(f"{prefix}_scale").repeat_interleave(counts),
-            base=self.vector(f"{prefix}_base"),
+        projection, scale, base = (
+            self.vector(f"{prefix}_{part}") for part in ("fn", "scale", "base")
         )
+        return MixerWeights(projection, scale.repeat_interleave(counts), base)
 
     def layer(self, number: int) -> LayerWeights:
         prefix = f"layers.{number}"
