@@ -1,8 +1,12 @@
-"""What every test shares: hypothesis profiles."""
+"""What every test shares: hypothesis profiles, and one thread for torch's small products."""
 
 import os
 
 from hypothesis import HealthCheck, settings
+
+# Before torch is loaded: threads that wait for each other in every small product lose many times
+# their work on a busy machine, and a suite is small products.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A machine under load must not turn into a failing test: no deadlines.
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])

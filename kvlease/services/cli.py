@@ -87,6 +87,16 @@ def _open_log(common: CommonOptions) -> "Generator[EventLog, None, None]":
         raise
 
 
+def _settle_threads(common: CommonOptions) -> None:
+    """Keep the embedded model's arithmetic to one thread, before torch is loaded.
+
+    Its products are too small to be worth sharing out, and threads that wait for each other in
+    every one of them lose many times their work on a busy machine.
+    """
+    if common.model is None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 def _run(options: RunOptions) -> int:
     import trio
     from rich.console import Console
@@ -152,9 +162,11 @@ def _dispatch(argv: Sequence[str] | None) -> int:
     match options:
         case RunOptions():
             _check_common(options.common)
+            _settle_threads(options.common)
             return _run(options)
         case GenerateOptions():
             _check_common(options.common)
+            _settle_threads(options.common)
             return _generate(options)
         case DoctorOptions():
             _check_writable(options.json)

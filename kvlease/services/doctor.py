@@ -95,13 +95,17 @@ def _gigabytes(nbytes: int) -> str:
     return f"{nbytes / 1e9:.0f} GB"
 
 
+def num_cores() -> int:
+    """Count the cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not every system has affinities
+        return os.cpu_count() or 1
+
+
 def _machine() -> Iterator[Finding]:
     yield Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}")
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not every system has affinities
-        cores = os.cpu_count() or 1
-    yield Finding("cores", "ok", str(cores))
+    yield Finding("cores", "ok", str(num_cores()))
     try:
         nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         yield Finding("memory", "ok", _gigabytes(nbytes))

@@ -3,7 +3,7 @@
 This module puts the parts together: workload, engine, driver, verification, log, progress.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -14,13 +14,15 @@ from attrs import define, field, frozen
 from kvlease.errors import ConfigError, TraceError
 from kvlease.protocols.config import EngineConfig
 from kvlease.runtime.event_log import EventLog
+from kvlease.services.cold import ColdAnswer, ColdRequest, ColdSetup, cold_config, run_cold
+from kvlease.services.doctor import num_cores
 from kvlease.services.driver import Driver, Tally, prompt_lengths
 from kvlease.services.options import RunOptions
 from kvlease.services.progress import Reporter
 from kvlease.services.report import RunReport, TierTokens, percentiles
 from kvlease.services.sessions import Session
 from kvlease.services.trace import TraceRequest, read_trace, trace_sessions
-from kvlease.services.verify import Mismatch, cold_config, verify
+from kvlease.services.verify import Mismatch, verify
 from kvlease.services.workload import WorkloadShape, tool_agent_sessions
 
 if TYPE_CHECKING:
@@ -138,6 +140,15 @@ def _report(
     )
 
 
+async def _run_requests(
+    setup: ColdSetup,
+    processes: int,
+    requests: Sequence[ColdRequest],
+    on_answer: Callable[[ColdAnswer], None],
+) -> None:
+    await run_cold(setup, requests, processes, on_answer)
+
+
 async def run(
     options: RunOptions,
     log: EventLog,
@@ -153,9 +164,11 @@ async def run(
         BadInput: model, options or workload cannot work together.
     """
     workload = _prepare(options)
-    from kvlease.runtime.engine import open_engine  # loads torch: wrong files are told of before
+    open_served = opener
+    if open_served is None:  # loading torch takes a while: wrong files are told of before
+        from kvlease.runtime.engine import open_engine
 
-    open_served = opener or open_engine
+        open_served = open_engine
     config = options.common.config(
         compute=options.compute, verify=options.verify, digests=options.verify
     )
@@ -172,8 +185,11 @@ async def run(
     mismatches: list[Mismatch] | None = None
     if options.verify:
         reporter.begin("verifying", len(driver.records))
-        async with open_engine(model, cold_config(config)) as cold:
-            mismatches = await verify(cold, driver.records, partial(reporter.advance))
+        setup = ColdSetup(model, cold_config(config))
+        # Each process holds a model of its own, so only the small one is held more than once.
+        processes = num_cores() if model is None else 1
+        run_requests = partial(_run_requests, setup, processes)
+        mismatches = await verify(driver.records, run_requests, reporter.advance)
         complaints += [f"corrupt: {mismatch}" for mismatch in mismatches]
     if statistics.ledger_error is not None:
         complaints.append(f"ledger: {statistics.ledger_error}")

@@ -1,18 +1,24 @@
 """Compare served answers with cold runs of the same requests, each alone.
 
 An answer is right if its tokens are and if every row of logits they were drawn from hashes to the
-same bytes. The cold engine has no prefix cache and serves one request at a time, so nothing that is
-under test (restores, sharing, batching, chunks, preemption) can touch its answers. Requests that
-are equal, prompt and sampling, are run once. This module knows an engine by one method.
+same bytes. Requests that are equal, prompt and sampling, are run once. This module does not know
+how a cold run is made.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
 
-from attrs import evolve, frozen
+from attrs import frozen
 
-from kvlease.protocols.config import EngineConfig, SamplingParams
-from kvlease.services.driver import Answer, ServingEngine, TurnRecord, ask
+from kvlease.protocols.config import SamplingParams
+from kvlease.services.cold import ColdAnswer, ColdRequest
+from kvlease.services.driver import TurnRecord
 from kvlease.services.sessions import Tokens
+
+ColdRunner: TypeAlias = Callable[
+    [Sequence[ColdRequest], Callable[[ColdAnswer], None]], Awaitable[None]
+]
+"""Answers requests cold and reports each answer; see `cold.run_cold`."""
 
 
 @frozen
@@ -28,12 +34,7 @@ class Mismatch:
         return f"{self.session}, turn {self.turn}: {self.reason}"
 
 
-def cold_config(config: EngineConfig) -> EngineConfig:
-    """Return the configuration of a cold run: nothing cached, nothing shared, one at a time."""
-    return evolve(config, prefix_cache=False, host_pages=0, max_sessions=1, digests=True)
-
-
-def first_difference(record: TurnRecord, cold: Answer) -> str | None:
+def first_difference(record: TurnRecord, cold: ColdAnswer) -> str | None:
     """Say where a served answer leaves the cold one first, or return None."""
     for place, (mine, theirs) in enumerate(zip(record.tokens, cold.tokens, strict=False), 1):
         if mine != theirs:
@@ -46,28 +47,40 @@ def first_difference(record: TurnRecord, cold: Answer) -> str | None:
 
 
 async def verify(
-    engine: ServingEngine,
     records: Sequence[TurnRecord],
+    run_cold: ColdRunner,
     advance: Callable[[int], None] | None = None,
 ) -> list[Mismatch]:
     """Run every recorded request cold and return the turns that differ, in the records' order.
 
     Args:
-        engine: a cold one, see `cold_config`; borrowed.
         records: the answers under test, with digests.
+        run_cold: makes the cold answers.
         advance: is called with the number of records checked so far.
 
-    Checkpoints: always.
+    Checkpoints: as ``run_cold``.
     """
-    cold: dict[tuple[Tokens, SamplingParams], Answer] = {}
-    found: list[Mismatch] = []
-    for checked, record in enumerate(records, 1):
-        key = (record.prompt, record.sampling)
-        if key not in cold:
-            cold[key], _ = await ask(engine, record.prompt, record.sampling)
-        reason = first_difference(record, cold[key])
-        if reason is not None:
-            found.append(Mismatch(record.session, record.turn, reason))
+    users: dict[tuple[Tokens, SamplingParams], list[int]] = {}
+    for place, record in enumerate(records):
+        users.setdefault((record.prompt, record.sampling), []).append(place)
+    requests = [
+        ColdRequest(number, prompt, sampling) for number, (prompt, sampling) in enumerate(users)
+    ]
+    places = list(users.values())
+    found: dict[int, Mismatch] = {}
+    checked = 0
+
+    def compare(answer: ColdAnswer) -> None:
+        nonlocal checked
+        for place in places[answer.number]:
+            record = records[place]
+            reason = first_difference(record, answer)
+            if reason is not None:
+                found[place] = Mismatch(record.session, record.turn, reason)
+            checked += 1
         if advance is not None:
             advance(checked)
-    return found
+
+    await run_cold(requests, compare)
+    assert checked == len(records), "every record is compared once"
+    return [found[place] for place in sorted(found)]
