@@ -8,6 +8,10 @@ from kvlease.pools.prefix_node import Node, Pages, no_pages
 from kvlease.pools.prefix_results import Cursor, Extended
 from kvlease.pools.prefix_tree import PrefixTree
 
+GROWING_BYTES = 1 << 16
+"""An edge longer than this does not grow: growing copies it, and a running sequence may seal a page
+every few steps. The pieces are joined when the sequence ends."""
+
 
 def extend(tree: PrefixTree, cursor: Cursor, tokens_so_far: bytes, pages: Pages) -> Extended:
     """Do what `PrefixIndex.extend` promises."""
@@ -57,8 +61,8 @@ def _follow(tree: PrefixTree, child: Node, tokens: bytes, offset: int, use: int)
 def _grow(tree: PrefixTree, node: Node, tokens: bytes, pages: Pages, use: int) -> tuple[Node, int]:
     """Add the leading pages that the policy places alike; return their edge and their number.
 
-    The edge itself grows if it is a leaf of this sequence alone, on the device alone, and of the
-    same use; otherwise a new edge hangs below it.
+    The edge itself grows if it is a short leaf of this sequence alone, on the device alone, and of
+    the same use; otherwise a new edge hangs below it.
     """
     order = tree.orders["device"]
     chain = order.chain(node, tokens, tree.page_bytes)
@@ -72,6 +76,7 @@ def _grow(tree: PrefixTree, node: Node, tokens: bytes, pages: Pages, use: int) -
         and not node.children
         and node.pins == 1
         and node.last_use == use
+        and len(node.tokens) < GROWING_BYTES
         and order.may_append(node, chain)
     ):
         tree.append(node, tokens, pages)
