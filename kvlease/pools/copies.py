@@ -7,6 +7,7 @@ learns from each how many bytes it moved. The kinds differ only in which stores 
 from collections.abc import Iterable, Iterator
 from functools import partial
 
+import numpy as np
 import torch
 
 from kvlease.pools.storage import RingStore, SpanStore, TailStore, span_components, tail_components
@@ -16,14 +17,14 @@ from kvlease.protocols.schema import Schema, TailComponent
 
 def index_tensor(numbers: Iterable[int]) -> torch.Tensor:
     """Return page or slot numbers as [n] int64, owned by the caller (R13)."""
-    return torch.tensor(list(numbers), dtype=torch.int64)
+    return torch.from_numpy(np.fromiter(numbers, dtype=np.int64))
 
 
-def _copy_pages(
-    source: torch.Tensor, source_pages: torch.Tensor, target: torch.Tensor, pages: torch.Tensor
+def _copy_numbered(
+    source: torch.Tensor, source_ids: torch.Tensor, target: torch.Tensor, ids: torch.Tensor
 ) -> int:
-    rows = source.index_select(0, source_pages)
-    target.index_copy_(0, pages, rows)
+    rows = source.index_select(0, source_ids)
+    target.index_copy_(0, ids, rows)
     return rows.nbytes
 
 
@@ -40,7 +41,7 @@ def span_orders(
     for layer, span in span_components(schema):
         nbytes = len(from_pages) * schema.rows_per_page(span) * span.format.nbytes
         run = partial(
-            _copy_pages,
+            _copy_numbered,
             source.rows(layer, span.name),
             from_pages,
             target.rows(layer, span.name),
@@ -49,41 +50,43 @@ def span_orders(
         yield CopyOrder(name, kind, layer, span.name, nbytes, run)
 
 
-def kept_positions(tail: TailComponent, boundary: int) -> tuple[int, torch.Tensor]:
-    """Return how many leading kept rows are empty, and the ring rows of the others.
+def _kept_positions(tail: TailComponent, boundaries: torch.Tensor) -> torch.Tensor:
+    """Positions of the kept rows of some tails: row i holds boundary - kept_rows + i.
 
-    Kept row i holds position boundary - kept_rows + i; positions below 0 do not exist.
+    Shapes: boundaries [K] tokens; result [K, kept_rows], below 0 where nothing exists.
     """
-    first = max(0, boundary - tail.kept_rows)
-    skipped = tail.kept_rows - (boundary - first)
-    return skipped, torch.arange(first, boundary, dtype=torch.int64) % tail.ring_rows
+    return boundaries.unsqueeze(1) + torch.arange(-tail.kept_rows, 0, dtype=torch.int64)
 
 
-def _keep(ring: torch.Tensor, kept: torch.Tensor, tail: TailComponent, boundary: int) -> int:
-    skipped, rows = kept_positions(tail, boundary)
-    kept[:skipped].zero_()
-    kept[skipped:] = ring.index_select(0, rows)[:, : tail.kept_width]
-    return kept.nbytes
+def keep_tails(
+    schema: Schema,
+    stores: tuple[RingStore, TailStore],
+    slots: torch.Tensor,
+    tail_slots: torch.Tensor,
+    boundaries: torch.Tensor,
+) -> None:
+    """Copy running sequences' state at page boundaries into kept tails, now.
+
+    Runs on the compute stream right after the step that reached the boundaries, before the next
+    step overwrites the rings. Shapes: slots, tail_slots and boundaries (tokens) [K] int64.
+    """
+    rings, tails = stores
+    for layer, tail in tail_components(schema):
+        if tail.kept_rows:
+            positions = _kept_positions(tail, boundaries)
+            ring = rings.ring(layer, tail.name)
+            flat = slots.unsqueeze(1) * tail.ring_rows + positions % tail.ring_rows
+            rows = ring.flatten(0, 1)[:, : tail.kept_width].index_select(0, flat.flatten())
+            kept = rows.view(*positions.shape, tail.kept_width)
+            kept.masked_fill_((positions < 0).unsqueeze(2), 0)
+            tails.kept(layer, tail.name).index_copy_(0, tail_slots, kept)
 
 
 def _resume(kept: torch.Tensor, ring: torch.Tensor, tail: TailComponent, boundary: int) -> int:
-    skipped, rows = kept_positions(tail, boundary)
-    ring[rows, : tail.kept_width] = kept[skipped:]
+    first = max(0, boundary - tail.kept_rows)
+    rows = torch.arange(first, boundary, dtype=torch.int64) % tail.ring_rows
+    ring[rows, : tail.kept_width] = kept[tail.kept_rows - (boundary - first) :]
     return kept.nbytes
-
-
-def keep_tail(
-    schema: Schema, rings: RingStore, slot: int, tails: TailStore, tail_slot: int, boundary: int
-) -> None:
-    """Copy a running sequence's state at a page boundary into a kept tail, now.
-
-    Runs on the compute stream right after the step that reached the boundary, before the next step
-    overwrites the rings.
-    """
-    for layer, tail in tail_components(schema):
-        if tail.kept_rows:
-            ring = rings.ring(layer, tail.name)[slot]
-            _keep(ring, tails.kept(layer, tail.name)[tail_slot], tail, boundary)
 
 
 def resume_orders(
@@ -105,25 +108,26 @@ def resume_orders(
             yield CopyOrder(name, kind, layer, tail.name, tail.kept_nbytes, run)
 
 
-def _copy_slot(source: torch.Tensor, target: torch.Tensor) -> int:
-    target.copy_(source)
-    return target.nbytes
-
-
 def tail_orders(
     schema: Schema,
     name: str,
     kind: str,
     ends: tuple[TailStore, TailStore],
-    slots: tuple[int, int],
+    slots: tuple[torch.Tensor, torch.Tensor],
 ) -> Iterator[CopyOrder]:
-    """Yield the orders that move one kept tail between tiers."""
+    """Yield the orders that move kept tails between tiers, slots [n] int64 at each end."""
+    from_slots, to_slots = slots
     for layer, tail in tail_components(schema):
         if tail.kept_rows:
-            source = ends[0].kept(layer, tail.name)[slots[0]]
-            target = ends[1].kept(layer, tail.name)[slots[1]]
-            run = partial(_copy_slot, source, target)
-            yield CopyOrder(name, kind, layer, tail.name, tail.kept_nbytes, run)
+            run = partial(
+                _copy_numbered,
+                ends[0].kept(layer, tail.name),
+                from_slots,
+                ends[1].kept(layer, tail.name),
+                to_slots,
+            )
+            nbytes = tail.kept_nbytes * len(from_slots)
+            yield CopyOrder(name, kind, layer, tail.name, nbytes, run)
 
 
 def in_layer_order(orders: Iterable[CopyOrder]) -> tuple[CopyOrder, ...]:

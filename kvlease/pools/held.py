@@ -21,8 +21,9 @@ class PlannedTransfer:
     """A load or a store with both ends held from planning until it has settled (R7).
 
     It is also the index's arrival token, and the blocker of memory that a late copy may still
-    write. ``cursor`` pins the path at the source (None where the index keeps it by itself), ``tails``
-    are pinned resume states, and ``source`` and ``destination`` name the pages at both ends in the same order.
+    write. ``cursor`` pins the path at the source (None where the index keeps it by itself),
+    ``tails`` are pinned resume states, and ``source`` and ``destination`` name the pages at both
+    ends in the same order.
     """
 
     id: TransferId
@@ -67,6 +68,10 @@ class Held:
     load: PlannedTransfer | None = None
     rolling_tail: Tail | None = None
     """The tail kept while decoding at the latest boundary, dropped when the next one is kept."""
+
+    unstored_pages: int = 0
+    unstored_tails: list[Tail] = field(factory=list[Tail])
+    """Sealed pages and kept tails that no store has been planned for."""
 
     @property
     def is_lost(self) -> bool:

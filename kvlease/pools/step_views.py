@@ -32,16 +32,19 @@ class StepTables:
         table = np.zeros((len(members), width), dtype=np.int64)
         for row, member in enumerate(members):
             table[row, : len(member.pages)] = np.frombuffer(member.pages, dtype=np.int32)
+        # numpy, because torch lets the interpreter lock go in every call, and a busy stream worker
+        # takes it for milliseconds.
         self.table = torch.from_numpy(table)
-        self.slots = torch.tensor([member.slot for member in members], dtype=torch.int64)
-        self._sealed = torch.tensor([member.sealed for member in members], dtype=torch.int64)
+        self.slots = torch.from_numpy(np.array([m.slot for m in members], dtype=np.int64))
+        self._sealed = np.array([m.sealed for m in members], dtype=np.int64)
         self._floors: dict[int, torch.Tensor] = {}
 
     def floor(self, rows_per_page: int) -> torch.Tensor:
         """Return the first writable row of each sequence, [B] int64."""
         floor = self._floors.get(rows_per_page)
         if floor is None:
-            floor = self._floors[rows_per_page] = self._sealed * rows_per_page
+            floor = torch.from_numpy(self._sealed * rows_per_page)
+            self._floors[rows_per_page] = floor
         return floor
 
 

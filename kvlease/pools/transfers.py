@@ -151,26 +151,36 @@ class Transfers:
             ends = (index_tensor(source), index_tensor(pages))
             stores = (memory.spans, memory.host_spans)
             orders.append(span_orders(memory.schema, planned.name, "store", stores, ends))
-        for tail in wanted:
-            orders.extend(self._store_tail(planned, tail))
+        orders.extend(self._store_tails(planned, wanted))
         planned.source, planned.destination = source, pages
         return self._enter(planned, orders)
 
-    def _store_tail(self, planned: PlannedTransfer, tail: Tail) -> list[Iterator[CopyOrder]]:
-        memory = self._memory
-        device_slot = tail.device.slot
-        slots = memory.host_tail_slots
-        if slots.available == 0:
-            memory.take_back(self._index.evict_tails(1, "host"))
-        if slots.available == 0 or device_slot is None or tail.node is None:
+    def _store_tails(
+        self, planned: PlannedTransfer, tails: Sequence[Tail]
+    ) -> list[Iterator[CopyOrder]]:
+        """Orders for as many of the tails as the host has slots for; each is pinned meanwhile."""
+        memory, slots = self._memory, self._memory.host_tail_slots
+        slots.reclaim()
+        short = len(tails) - slots.available
+        if short > 0:
+            memory.take_back(self._index.evict_tails(short, "host"))
+        source: list[int] = []
+        chosen: list[Tail] = []
+        for tail in tails[: slots.available]:
+            if tail.device.slot is not None and tail.node is not None:
+                source.append(tail.device.slot)
+                chosen.append(tail)
+        if not chosen:
             return []
-        slot = slots.acquire(1)[0]
-        slots.seal(array("i", [slot]))
-        self._index.attach_tail_host(tail, slot, planned)
-        self._index.pin_tail(tail)
-        planned.tails = (*planned.tails, tail)
+        target = slots.acquire(len(chosen))
+        slots.seal(target)
+        for tail, slot in zip(chosen, target, strict=True):
+            self._index.attach_tail_host(tail, slot, planned)
+            self._index.pin_tail(tail)
+        planned.tails = tuple(chosen)
         stores = (memory.tails, memory.host_tails)
-        return [tail_orders(memory.schema, planned.name, "store", stores, (device_slot, slot))]
+        ends = (index_tensor(source), index_tensor(target))
+        return [tail_orders(memory.schema, planned.name, "store", stores, ends)]
 
     def _host_room(self, num_pages: int) -> None:
         host = self._memory.host

@@ -12,7 +12,7 @@ from typing import final
 import attrs
 
 from kvlease.errors import LedgerImbalance
-from kvlease.pools.copies import keep_tail
+from kvlease.pools.copies import index_tensor, keep_tails
 from kvlease.pools.held import Held, PlannedTransfer
 from kvlease.pools.memory import Memory, PoolSizes
 from kvlease.pools.page_book import Ledger
@@ -216,10 +216,15 @@ class UnifiedPool:
         held.rolling_tail = kept.tail if rolling else None
         return kept.tail
 
-    def keep_tail(self, slot: int, tail_slot: int, boundary: int) -> None:
-        """Copy a sequence's state at a boundary into a tail slot; runs on the compute stream."""
+    def keep_tails(self, keeps: Sequence[tuple[int, int, int]]) -> None:
+        """Copy states at boundaries into tail slots: (sequence slot, tail slot, boundary) each.
+
+        Runs on the compute stream, right after the step that reached the boundaries.
+        """
         memory = self.memory
-        keep_tail(self.schema, memory.rings, slot, memory.tails, tail_slot, boundary)
+        slots, tail_slots, boundaries = (index_tensor(column) for column in zip(*keeps, strict=True))
+        stores = (memory.rings, memory.tails)
+        keep_tails(self.schema, stores, slots, tail_slots, boundaries)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -241,6 +246,12 @@ class UnifiedPool:
         tables = lease.tables
         assert isinstance(tables, StepTables), "the pool made the lease"
         return StepSource(self.memory.spans, self.memory.rings, tables, layer, lease.cell)
+
+    def could_have(self, num_pages: int) -> bool:
+        """Whether so many device pages are free or evictable now; a quick bound, evicts nothing."""
+        counts = self.index.statistics()
+        evictable = counts.device_pages - counts.device_pages_pinned
+        return self.memory.device.available + evictable >= num_pages
 
     # -- accounts ------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 from attrs import field, frozen
 
 from kvlease.protocols.schema import Schema
@@ -131,8 +132,7 @@ class StepInput:
     """Whether to return a hash of each sampled row of logits, for bit-exact comparison."""
 
 
-@frozen
-class SampledToken:
+class SampledToken(msgspec.Struct, frozen=True, gc=False):
     """One token drawn, with what the caller asked to know about it."""
 
     token: int

@@ -55,7 +55,9 @@ class Admission:
 
     def _try(self, seq: Sequence) -> Verdict:
         core = self._core
-        tokens = seq.token_bytes()
+        if not core.pool.could_have(seq.pages_short):
+            return Verdict.FULL
+        tokens = seq.token_bytes() if seq.request.output else seq.request.prompt
         limit = (seq.num_tokens - 1) // seq.page_tokens
         reusing = core.config.prefix_cache and not seq.avoids_cache
         match = core.pool.match(core.root, tokens, limit if reusing else 0)
@@ -73,28 +75,37 @@ class Admission:
         total_pages = -(-seq.num_tokens // seq.page_tokens)
         held = core.pool.open(match, total_pages - match.num_pages, seq.request.id)
         if held is None:
+            seq.pages_short = total_pages - match.device_pages
             core.pool.drop(match)
             return Verdict.FULL
+        seq.pages_short = 0
         self._start(seq, held, match, choice)
         return Verdict.ADMITTED
 
     def _is_being_computed(self, seq: Sequence, tokens: bytes, match: Match) -> bool:
-        """Whether a running prefill will soon seal the first page that this sequence misses."""
+        """Whether a running prefill will soon make more of this sequence's prefix usable."""
         core = self._core
         if not core.config.prefix_cache or seq.avoids_cache:
             return False
         first = match.num_pages * seq.page_tokens
-        end = first + seq.page_tokens
-        if end >= seq.num_tokens:
-            return False
-        page = tokens[4 * first : 4 * end]
         return any(
-            other.phase is Phase.PREFILL
-            and other.num_computed <= first
-            and other.last_boundary >= end
-            and other.tokens[first:end].tobytes() == page
-            and other.tokens[:first].tobytes() == tokens[: 4 * first]
+            self._will_share(other, seq, tokens, first)
             for other in core.running
+            if other.phase is Phase.PREFILL
+        )
+
+    def _will_share(self, other: Sequence, seq: Sequence, tokens: bytes, first: int) -> bool:
+        """Whether ``other`` computes the next stretch that ``seq`` misses, up to a usable end."""
+        core = self._core
+        if core.schema.needs_tail:
+            end = other.next_tail(max(first, other.num_computed), core.config.tail_every)
+        else:
+            end = first + seq.page_tokens
+        if end is None or not first <= other.num_computed < end <= seq.last_boundary:
+            return False
+        mine = memoryview(tokens)[4 * first : 4 * end]
+        return mine == other.tokens[first:end].tobytes() and (
+            tokens[: 4 * first] == other.tokens[:first].tobytes()
         )
 
     def _choose(self, match: Match) -> Choice:
@@ -115,6 +126,7 @@ class Admission:
             held.lease.pending.append(core.transfers[planned])
         seq.held = held
         seq.num_computed = match.num_pages * seq.page_tokens
+        seq.branch = match.matched_pages * seq.page_tokens
         seq.phase = Phase.PREFILL
         seq.admitted_order = core.next_admission()
         core.running.append(seq)

@@ -28,7 +28,7 @@ from kvlease.protocols.events import (
     component_facts,
 )
 from kvlease.protocols.identity import CacheIdentity
-from kvlease.protocols.ports import Clock, Completion, Copier
+from kvlease.protocols.ports import Clock, Completion, Copier, ModelRunner
 from kvlease.runtime.actor import ActorEvent, ActorSpec
 from kvlease.runtime.clock import MonotonicClock
 from kvlease.runtime.core import EngineCore
@@ -110,7 +110,10 @@ class Assembly:
 
 
 async def assemble(
-    model: str | Path | None, config: EngineConfig, log: EventLog | None, ports: EnginePorts
+    model: str | Path | ModelRunner | None,
+    config: EngineConfig,
+    log: EventLog | None,
+    ports: EnginePorts,
 ) -> Assembly:
     """Load the model in a thread and make every part; starts nothing.
 

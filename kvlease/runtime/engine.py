@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import final
 
 import attrs
+import numpy as np
 import trio
 
 from kvlease.errors import EngineFull, LedgerImbalance, PromptError, RequestFailed
@@ -47,8 +48,9 @@ class AnswerStream:
         return self._events()
 
     async def _events(self) -> AsyncGenerator[TokenEvent]:
-        async for event in self.request.inbox:
-            yield event
+        async for events in self.request.inbox:
+            for event in events:
+                yield event
         await self.request.ended.wait()
         if self.request.error is not None:
             raise self.request.error
@@ -199,13 +201,13 @@ class Engine:
 
 @asynccontextmanager
 async def open_engine(
-    model: str | Path | None = None,
+    model: str | Path | ModelRunner | None = None,
     config: EngineConfig | None = None,
     *,
     log: EventLog | None = None,
     ports: EnginePorts | None = None,
 ) -> AsyncGenerator[Engine]:
-    """Open an engine for a block: a checkpoint folder, or the embedded model (None).
+    """Open an engine for a block: a checkpoint folder, a runner of your own, or the embedded model.
 
     ``log`` is written by the engine and closed by the caller; ``ports`` replace the outside world
     in tests. Checkpoints: on entry (loading runs in a thread) and on exit. Raises ModelLoadError
@@ -232,13 +234,12 @@ def _check_prompt(prompt: bytes, params: SamplingParams, core: EngineCore) -> No
     num_tokens, model = len(prompt) // 4, core.model
     if num_tokens == 0:
         raise PromptError("the prompt is empty; give at least one token")
-    tokens = memoryview(prompt).cast("i")
-    low, high = min(tokens), max(tokens)
-    if low < 0 or high >= model.vocab_size:
-        bad = low if low < 0 else high
-        position = tokens.tolist().index(bad)
+    tokens = np.frombuffer(prompt, dtype=np.int32)
+    outside = (tokens < 0) | (tokens >= model.vocab_size)
+    if outside.any():
+        position = int(outside.argmax())
         raise PromptError(
-            f"token {bad} at position {position} is outside the vocabulary"
+            f"token {tokens[position]} at position {position} is outside the vocabulary"
             f" (0 to {model.vocab_size - 1})"
         )
     total = num_tokens + params.max_tokens

@@ -26,11 +26,14 @@ class LoadedModel:
     name: str
 
 
-def load(model: str | Path | None, config: EngineConfig) -> LoadedModel:
+def load(model: str | Path | ModelRunner | None, config: EngineConfig) -> LoadedModel:
     """Load a checkpoint folder, or the embedded model (None), or no arithmetic at all.
 
-    Raises ModelLoadError or ConfigError in one sentence.
+    A runner is taken as it is: its page size and dtypes are its own. Raises ModelLoadError or
+    ConfigError in one sentence.
     """
+    if not (model is None or isinstance(model, str | Path)):
+        return LoadedModel(model, type(model).__name__)
     if config.device == "cuda":
         raise ConfigError("device is cuda; this version runs on the CPU, so give device cpu")
     if config.compute == "none":

@@ -6,7 +6,9 @@ published and then one result, always (R9). Nothing here decides when a request 
 
 import math
 from array import array
+from contextlib import suppress
 
+import msgspec
 import trio
 from attrs import define, field, frozen
 
@@ -17,8 +19,7 @@ from kvlease.protocols.ports import Sampling
 from kvlease.units import RequestId
 
 
-@frozen
-class TokenEvent:
+class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     """One published token of an answer.
 
     ``logprob`` and ``top_logprobs`` are there if asked for; ``digest`` hashes the row of logits it
@@ -68,8 +69,8 @@ class Request:
     submitted_s: float
     deadline_s: float
     parent: RequestId = RequestId(0)
-    outbox: "trio.MemorySendChannel[TokenEvent]" = field(init=False)
-    inbox: "trio.MemoryReceiveChannel[TokenEvent]" = field(init=False)
+    outbox: "trio.MemorySendChannel[tuple[TokenEvent, ...]]" = field(init=False)
+    inbox: "trio.MemoryReceiveChannel[tuple[TokenEvent, ...]]" = field(init=False)
     ended: trio.Event = field(init=False, factory=trio.Event)
     result: GenerateResult | None = field(init=False, default=None)
     error: KVLeaseError | None = field(init=False, default=None)
@@ -83,7 +84,7 @@ class Request:
 
     def __attrs_post_init__(self) -> None:
         """Open the outbox; it never blocks the scheduler, max_tokens bounds it."""
-        self.outbox, self.inbox = trio.open_memory_channel[TokenEvent](math.inf)
+        self.outbox, self.inbox = trio.open_memory_channel[tuple[TokenEvent, ...]](math.inf)
 
     @property
     def num_prompt(self) -> int:
@@ -96,16 +97,14 @@ class Request:
         tokens.frombytes(self.prompt)
         return tokens
 
-    def publish(self, event: TokenEvent, now_s: float) -> None:
-        """Hand one token to the caller; a caller that has gone is no error."""
-        self.output.append(event)
+    def publish(self, events: tuple[TokenEvent, ...], now_s: float) -> None:
+        """Hand a step's tokens to the caller; a caller that has gone is no error."""
+        self.output.extend(events)
         if self.first_token_s is None:
             self.first_token_s = now_s
         self.last_token_s = now_s
-        try:
-            self.outbox.send_nowait(event)
-        except trio.BrokenResourceError:
-            return
+        with suppress(trio.BrokenResourceError):
+            self.outbox.send_nowait(events)
 
     def usage(self) -> Usage:
         """Return where the request's tokens came from; the prompt's buckets sum to it (R12)."""
@@ -150,13 +149,10 @@ class Request:
             banned = tuple(sorted(stops))
         return Sampling(p.temperature, p.top_k, p.top_p, p.seed, banned, p.logprobs)
 
-    def finish_reason(self, eos: frozenset[int]) -> str | None:
-        """Return why the answer is complete after its last token, or None if it is not."""
-        last = self.output[-1].token
+    def finish_reason(self, token: int, num_output: int, eos: frozenset[int]) -> str | None:
+        """Return why an answer of ``num_output`` tokens ending in ``token`` is complete, or None."""
         p = self.params
-        enough = len(self.output) >= p.min_tokens
-        if enough and (last in p.stop_tokens or (last in eos and not p.ignore_eos)):
+        is_stop = token in p.stop_tokens or (token in eos and not p.ignore_eos)
+        if is_stop and num_output >= p.min_tokens:
             return "stop"
-        if len(self.output) >= p.max_tokens:
-            return "length"
-        return None
+        return "length" if num_output >= p.max_tokens else None

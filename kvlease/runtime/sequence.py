@@ -38,6 +38,8 @@ class Sequence:
     page_tokens: int
     phase: Phase = Phase.WAITING
     num_computed: int = 0
+    branch: int = 0
+    """Boundary at which its prompt leaves a path that was cached when it was admitted; 0: none."""
     held: Held | None = None
     in_step: bool = False
     ending: str | None = None
@@ -46,6 +48,8 @@ class Sequence:
     num_preempted: int = 0
     num_failed_loads: int = 0
     num_restarts: int = 0
+    pages_short: int = 0
+    """Pages that the last attempt to admit it found missing; no use trying before they are there."""
     recompute_below: int = field(default=0)
     """Positions below this had been computed once already; computing them again is counted."""
 
@@ -73,22 +77,30 @@ class Sequence:
         """Return the first tokens (all by default) as int32 bytes."""
         return self.tokens[:num_tokens].tobytes()
 
+    def next_tail(self, after: int, tail_every: int) -> int | None:
+        """Return the first boundary past ``after`` tokens where a tail of the prompt is kept.
+
+        At every ``tail_every`` pages, where this prompt was seen to leave a path that is cached
+        already (others will leave it there too), and at the last boundary of the prompt.
+        """
+        stride = tail_every * self.page_tokens
+        wanted = ((after // stride + 1) * stride, self.branch, self.last_boundary)
+        return min((b for b in wanted if after < b <= self.last_boundary), default=None)
+
     def next_cut(self, tail_every: int) -> int:
         """Return where the current prefill chunk has to end at the latest, in tokens.
 
-        At boundaries where a tail is kept by policy, at the last boundary of the prompt, and at the
-        prompt's end: a tail can be copied only right after the step that reaches its boundary.
+        A tail can be copied only right after the step that reaches its boundary.
         """
-        stride = tail_every * self.page_tokens
-        cut = (self.num_computed // stride + 1) * stride
-        if self.num_computed < self.last_boundary:
-            cut = min(cut, self.last_boundary)
-        return min(cut, self.num_tokens)
+        tail = self.next_tail(self.num_computed, tail_every)
+        return self.num_tokens if tail is None else tail
 
     def keeps_tail(self, boundary: int, tail_every: int) -> bool:
         """Whether policy wants a tail that stays at this boundary (a turn's end aside)."""
         pages, rest = divmod(boundary, self.page_tokens)
-        return rest == 0 and (pages % tail_every == 0 or boundary == self.last_boundary)
+        return rest == 0 and (
+            pages % tail_every == 0 or boundary in (self.branch, self.last_boundary)
+        )
 
     def require_held(self) -> Held:
         """Return what the sequence holds; only a running one holds anything."""

@@ -11,7 +11,6 @@ from typing import final
 
 from kvlease.errors import KVLeaseError, PagesUnavailable, RequestFailed
 from kvlease.pools.held import PlannedTransfer
-from kvlease.pools.prefix_node import Tail
 from kvlease.protocols.events import RequestFailed as RequestFailedEvent
 from kvlease.protocols.events import RequestFinished, RequestPreempted
 from kvlease.protocols.ports import CompletionState, SampledToken
@@ -24,6 +23,10 @@ from kvlease.runtime.transfer import Transfer
 
 MAX_RESTARTS = 3
 """Step failures of one request's own making before it is failed instead of tried again."""
+
+STORE_PAGES = 16
+"""Pages that a long prefill or decode seals before they are stored together; one transfer of many
+pages costs little more than one of a few."""
 
 
 @final
@@ -73,47 +76,51 @@ class Settlement:
             seq.request.recomputed += again
         held = seq.require_held()
         held.lease.commit(seq.num_computed)
-        if seq.ending is None:
-            self._publish(seq, drawn)
-        tail = self._seal(seq, keep)
-        if seq.ending is not None:
-            self.retire(seq)
+        reason = self._publish(seq, drawn) if drawn and seq.ending is None else None
+        self._seal(seq, keep)
+        if seq.ending is not None or reason is not None:
+            self.retire(seq, reason)
             return
+        starts_decode = bool(drawn) and seq.phase is Phase.PREFILL
         if drawn:
             seq.phase = Phase.DECODE
-            reason = seq.request.finish_reason(core.model.eos_tokens)
-            if reason is not None:
-                self.retire(seq, reason)
-                return
-        self._store(seq, tail)
+        if starts_decode or held.unstored_pages >= STORE_PAGES:
+            self._store(seq)
 
-    def _publish(self, seq: Sequence, drawn: tuple[SampledToken, ...]) -> None:
+    def _publish(self, seq: Sequence, drawn: tuple[SampledToken, ...]) -> str | None:
+        """Hand over the step's tokens up to the answer's end; return why it ended, if it did."""
         core, request = self._core, seq.request
-        now = core.clock.now()
+        eos, events, reason = core.model.eos_tokens, list[TokenEvent](), None
+        index = len(request.output)
         for one in drawn:
-            index = len(request.output)
             event = TokenEvent(index, one.token, one.logprob, one.top_logprobs, one.digest)
-            request.publish(event, now)
-            seq.tokens.append(one.token)
-            if request.finish_reason(core.model.eos_tokens) is not None:
+            events.append(event)
+            index += 1
+            reason = request.finish_reason(one.token, index, eos)
+            if reason is not None:
                 break
+        seq.tokens.extend(event.token for event in events)
+        request.publish(tuple(events), core.clock.now())
+        return reason
 
-    def _seal(self, seq: Sequence, keep: KeepTail | None) -> Tail | None:
-        """Seal what the step filled and show the tail it kept; return that tail."""
+    def _seal(self, seq: Sequence, keep: KeepTail | None) -> None:
+        """Seal what the step filled, and show the tail that it kept."""
         core, held = self._core, seq.require_held()
         full = min(seq.full_pages, len(seq.tokens) // seq.page_tokens)
         if core.config.prefix_cache and full > held.lease.sealed:
+            held.unstored_pages += full - held.lease.sealed
             tokens = seq.token_bytes(full * seq.page_tokens)
             core.pool.seal(held, tokens, full, seq.request.id)
         if keep is None:
-            return None
+            return
         if keep.boundary > held.lease.sealed * seq.page_tokens:
             core.pool.free_tail_slot(keep.tail_slot)
-            return None
+            return
         stays = seq.keeps_tail(keep.boundary, core.config.tail_every)
         rolling = seq.phase is Phase.DECODE and not stays
         tail = core.pool.put_tail(held, keep.boundary, keep.tail_slot, rolling=rolling)
-        return None if rolling else tail
+        if tail is not None and not rolling:
+            held.unstored_tails.append(tail)
 
     def _discard(self, order: StepOrder, error: Exception | None) -> None:
         """Publish nothing of a step; its sequences start over from what is sealed (R2)."""
@@ -176,17 +183,17 @@ class Settlement:
         planned = self._core.planned.pop(transfer.plan.id)
         del self._core.transfers[planned]
 
-    def _store(self, seq: Sequence, tail: Tail | None) -> None:
+    def _store(self, seq: Sequence) -> None:
         """Copy newly sealed pages to the host as the write policy asks, if there is room."""
-        core = self._core
+        core, held = self._core, seq.require_held()
         policy = core.config.write_policy
         if policy == "back" or not core.config.host_pages or not core.config.prefix_cache:
             return
-        tails = [] if tail is None else [tail]
         # A page counts as asked for again once a second request has found it in the index.
         min_hits = 1 if policy == "selective" else 0
+        tails, held.unstored_tails, held.unstored_pages = held.unstored_tails, [], 0
         try:
-            planned = core.pool.transfers.plan_store(seq.require_held(), min_hits, tails)
+            planned = core.pool.transfers.plan_store(held, min_hits, tails)
         except PagesUnavailable:
             core.counters.skipped_stores += 1
             return
@@ -200,7 +207,9 @@ class Settlement:
         core = self._core
         assert not seq.in_step, "a sequence in a step ends when the step has"
         if seq.held is not None:
-            self._store(seq, seq.held.rolling_tail)
+            if seq.held.rolling_tail is not None:
+                seq.held.unstored_tails.append(seq.held.rolling_tail)
+            self._store(seq)
             core.pool.close(seq.held)
             seq.held = None
             core.running.remove(seq)
@@ -256,6 +265,7 @@ class Settlement:
                     request=seq.request.id, reason=reason, kept_tokens=kept, dropped_tokens=dropped
                 )
             )
+        self._store(seq)
         core.pool.close(held)
         seq.held = None
         seq.num_computed = 0

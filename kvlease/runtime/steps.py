@@ -61,10 +61,12 @@ class StepWorker(Actor[StepOrder]):
 
     async def _forward(self, order: StepOrder, scope: Stream) -> Tokens:
         result = await self._model.forward(order.inputs, order.lease, scope)
-        for keep in order.keeps:
-            slot = order.members[keep.member].require_held().lease.slot
-            work = partial(self._pool.keep_tail, slot, keep.tail_slot, keep.boundary)
-            scope.launch(work)
+        if order.keeps:
+            keeps = [
+                (order.members[k.member].require_held().lease.slot, k.tail_slot, k.boundary)
+                for k in order.keeps
+            ]
+            scope.launch(partial(self._pool.keep_tails, keeps))
         await scope.record().wait_done()
         await order.lease.verify()
         return tuple(tuple(drawn) for drawn in result.tokens())
