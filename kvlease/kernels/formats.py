@@ -82,6 +82,11 @@ def _tiles(nope: Tensor) -> Tensor:
     return padded.reshape(*nope.shape[:-1], -1, FP8_TILE)
 
 
+def _bytes(part: Tensor) -> Tensor:
+    """Return a copy of part of a row: reading bytes as wider numbers asks for their alignment."""
+    return part.clone(memory_format=torch.contiguous_format)
+
+
 def _encode_latent(rows: Tensor, fmt: RowFormat) -> Tensor:
     """Lay out e4m3 channels, rope channels in bf16, and one power-of-two scale byte per tile."""
     nope = fmt.width - fmt.rope_width
@@ -106,11 +111,13 @@ def _encode_latent(rows: Tensor, fmt: RowFormat) -> Tensor:
 def _decode_latent(stored: Tensor, fmt: RowFormat, dtype: torch.dtype) -> Tensor:
     nope = fmt.width - fmt.rope_width
     rope_end = nope + 2 * fmt.rope_width
-    tiles = _tiles(stored[..., :nope].contiguous().view(torch.float8_e4m3fn).to(dtype))
+    tiles = _tiles(_bytes(stored[..., :nope]).view(torch.float8_e4m3fn).to(dtype))
     scales = stored[..., rope_end : rope_end + tiles.shape[-2]]
     exponent = scales.to(torch.int32) - _EXPONENT_BIAS
     values = torch.ldexp(tiles, exponent.unsqueeze(-1)).flatten(-2)[..., :nope]
-    rope = stored[..., nope:rope_end].contiguous().view(torch.bfloat16).to(dtype)
+    if not fmt.rope_width:
+        return values
+    rope = _bytes(stored[..., nope:rope_end]).view(torch.bfloat16).to(dtype)
     return torch.cat([values, rope], dim=-1)
 
 
@@ -124,6 +131,6 @@ def _encode_index(rows: Tensor) -> Tensor:
 
 
 def _decode_index(stored: Tensor, fmt: RowFormat, dtype: torch.dtype) -> Tensor:
-    values = stored[..., : fmt.width].contiguous().view(torch.float8_e4m3fn).to(dtype)
-    scale = stored[..., fmt.width :].contiguous().view(torch.float32)
+    values = _bytes(stored[..., : fmt.width]).view(torch.float8_e4m3fn).to(dtype)
+    scale = _bytes(stored[..., fmt.width :]).view(torch.float32)
     return values * scale.to(dtype)
