@@ -72,7 +72,6 @@ class _Death:
     """An actor's end that may be mended by a restart."""
 
     child: _Child
-    incarnation: int
     cause: BaseException
 
 
@@ -183,7 +182,7 @@ class Supervisor:
         if escalates(error):
             self._give_up(child, error)
         elif not (child.is_stopping or self._is_stopping):
-            self._deaths.append(_Death(child, child.incarnation, error))
+            self._deaths.append(_Death(child, error))
             self._news.set()
 
     def _dispose_unread(self, child: _Child, cause: BaseException | None) -> None:
@@ -221,8 +220,8 @@ class Supervisor:
 
     async def _mend(self, death: _Death) -> None:
         child = death.child
-        if child.incarnation != death.incarnation or child not in self._children:
-            return  # restarted meanwhile with another's rest, or stopped for good
+        if child not in self._children:
+            return  # stopped for good meanwhile
         now = trio.current_time()
         while self._restarts and self._restarts[0] <= now - self._window_s:
             self._restarts.popleft()

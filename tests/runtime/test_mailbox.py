@@ -243,7 +243,7 @@ async def test_a_request_may_be_answered_with_an_error() -> None:
             await ask(mailbox, lambda r: Double(4, r), request="double", deadline_s=1)
 
 
-@pytest.mark.parametrize("when", ["unread", "read", "closed", "discarded"])
+@pytest.mark.parametrize("when", ["unread", "read", "broken", "closed", "discarded"])
 async def test_an_asker_learns_at_once_that_the_actor_is_gone(when: str) -> None:
     """F14: lose the request at any point; the asker must not sit out its whole deadline."""
     mailbox = Mailbox[Double]("doubler", 1)
@@ -264,6 +264,9 @@ async def test_an_asker_learns_at_once_that_the_actor_is_gone(when: str) -> None
                 case "read":
                     mailbox.receive_nowait()
                     mailbox.fail_unanswered(cause)
+                case "broken":
+                    mailbox.receive_nowait()
+                    mailbox.break_(cause)
                 case "closed":
                     mailbox.close()
                     mailbox.discard()

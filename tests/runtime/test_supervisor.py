@@ -318,6 +318,64 @@ async def test_deaths_while_stopping_are_told_and_not_mended() -> None:
     )
 
 
+class Sour(Actor[Message]):
+    """Fails in its own cleanup, which takes a second."""
+
+    def __init__(self, mailbox: Mailbox[Message], error: Exception | None) -> None:
+        super().__init__(mailbox)
+        self.error = error
+
+    async def run(self) -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            with trio.CancelScope(shield=True):
+                await trio.sleep(1)
+            if self.error is not None:
+                raise self.error
+
+
+async def test_a_death_while_being_restarted_is_not_mended_twice(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """A second restart for the same cause would use up the allowance of the next one."""
+    stage = Stage()
+    async with open_supervisor(max_restarts=1, on_event=stage.events.append) as supervisor:
+        await stage.start(supervisor, "a")
+        box = Mailbox[Message]("sour", 1)
+        sour = ActorSpec(box, lambda own: Sour(own, OSError("cleanup")), stop_timeout_s=0.1)
+        await supervisor.start(sour)
+        await trio.testing.wait_all_tasks_blocked()
+        stage.boxes["a"].send_nowait(OSError("bus"))
+        await trio.sleep(2)
+        assert [s.restarts for s in supervisor.statistics()] == [1, 1]
+        assert all(s.is_running for s in supervisor.statistics())
+    assert stage.told() == [
+        "start a 1", "start sour 1", "died a 1", "died sour 1", "restart a 2", "restart sour 2",
+        "died sour 2", "stop a 2",
+    ]  # fmt: skip
+
+
+async def test_an_actor_stopped_for_good_is_not_restarted_for_an_earlier_death(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    stage = Stage()
+    async with open_supervisor(on_event=stage.events.append) as supervisor:
+        await stage.start(supervisor, "b", "a")
+        await supervisor.start(
+            ActorSpec(Mailbox[Message]("slow", 1), lambda own: Sour(own, None), stop_timeout_s=0.1)
+        )
+        await trio.testing.wait_all_tasks_blocked()
+        stage.boxes["a"].send_nowait(OSError("bus"))
+        await trio.sleep(0.5)  # the supervisor waits for slow, which a's restart takes along
+        stage.boxes["b"].send_nowait(OSError("bus"))
+        await trio.testing.wait_all_tasks_blocked()
+        await supervisor.stop("b")
+        await trio.sleep(2)
+        assert [s.name for s in supervisor.statistics()] == ["a", "slow"]
+    assert "restart b 2" not in stage.told()
+
+
 async def test_wrong_code_found_while_stopping_still_goes_up() -> None:
     class Late(Actor[Message]):
         async def run(self) -> None:
