@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Before torch is loaded: threads that wait for each other in every small product lose many times
@@ -12,3 +13,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", parent=settings.get_profile("dev"), derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the session test run at full size on demand; the suite runs it smaller."""
+    parser.addoption("--sessions", type=int, default=16, help="sessions of the many-sessions test")
+
+
+@pytest.fixture
+def num_sessions(request: pytest.FixtureRequest) -> int:
+    """How many concurrent sessions the many-sessions test runs."""
+    chosen: int = request.config.getoption("--sessions")
+    return chosen

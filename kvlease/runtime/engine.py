@@ -8,7 +8,7 @@ the index, so that they outlive any actor.
 from __future__ import annotations
 
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import final
@@ -42,18 +42,27 @@ class AnswerStream:
     def __init__(self, request: Request) -> None:
         """Made by the engine."""
         self.request = request
+        self._ready: Iterator[TokenEvent] = iter(())
 
-    def __aiter__(self) -> AsyncIterator[TokenEvent]:
-        """Iterate over the tokens; raises RequestFailed or what ended the request early."""
-        return self._events()
+    def __aiter__(self) -> AnswerStream:
+        """Iterate over the tokens, once; leaving the loop early is fine."""
+        return self
 
-    async def _events(self) -> AsyncGenerator[TokenEvent]:
-        async for events in self.request.inbox:
-            for event in events:
-                yield event
-        await self.request.ended.wait()
-        if self.request.error is not None:
-            raise self.request.error
+    async def __anext__(self) -> TokenEvent:
+        """Return the next token; raises what ended the request early, after its last token.
+
+        Checkpoints: only if it waits.
+        """
+        for event in self._ready:
+            return event
+        try:
+            self._ready = iter(await self.request.inbox.receive())
+        except trio.EndOfChannel:
+            await self.request.ended.wait()
+            if self.request.error is not None:
+                raise self.request.error from None
+            raise StopAsyncIteration from None
+        return next(self._ready)
 
     @property
     def result(self) -> GenerateResult:
