@@ -63,14 +63,16 @@ def _check_writable(path: str | None) -> None:
         raise BadInput(f"cannot write {path}: the folder is read-only")
 
 
-def _check_common(common: CommonOptions) -> None:
+def _check(options: RunOptions | GenerateOptions) -> None:
+    """Refuse what can be refused before anything is opened."""
+    common = options.common
     _check_writable(common.json)
     _check_writable(common.log)
     if common.log is not None and common.log == common.json:
         raise BadInput(f"--log and --json both name {common.log}; give each a file of its own")
     if common.model is not None and not Path(common.model).is_dir():
         raise BadInput(f"--model {common.model} is no folder; give one with a config.json")
-    common.config()
+    options.config()
 
 
 @contextmanager
@@ -161,11 +163,11 @@ def _dispatch(argv: Sequence[str] | None) -> int:
     options: object = space.options(space)
     match options:
         case RunOptions():
-            _check_common(options.common)
+            _check(options)
             _settle_threads(options.common)
             return _run(options)
         case GenerateOptions():
-            _check_common(options.common)
+            _check(options)
             _settle_threads(options.common)
             return _generate(options)
         case DoctorOptions():

@@ -84,7 +84,7 @@ async def generate(options: GenerateOptions, log: EventLog) -> list[list[int]]:
                 raise PromptError(f"{where}: prompt {place + 1}: {error}") from error
         answers[place] = got.tokens
 
-    config = options.common.config()
+    config = options.config()
     async with (
         open_engine(options.common.model, config, log=log) as engine,
         trio.open_nursery() as nursery,

@@ -14,8 +14,12 @@ from kvlease.protocols.config import Compute, Device, EngineConfig, Eviction, Wr
 from kvlease.protocols.geometries import ComputeDtype, StoreFormat
 from kvlease.runtime.event_log import Level
 
+PRESSED_PAGES = 192
+"""Device pages of the built-in workload on the embedded model: too few for 64 sessions, on purpose,
+so that prefixes are evicted and restored."""
 MAX_SESSIONS = 65536
 """More concurrent sessions than this are refused: each is a task of its own."""
+_DEFAULTS = EngineConfig()
 
 
 @frozen
@@ -28,7 +32,7 @@ class CommonOptions:
     kv_format: StoreFormat
     index_k_format: StoreFormat
     page_tokens: int | None
-    device_pages: int
+    device_pages: int | None
     host_pages: int
     tail_every: int
     write_policy: WritePolicy
@@ -41,14 +45,18 @@ class CommonOptions:
     json: str | None
 
     def config(
-        self, *, compute: Compute = "model", verify: bool = False, digests: bool = False
+        self,
+        *,
+        device_pages: int | None = None,
+        compute: Compute = "model",
+        verify: bool = False,
     ) -> EngineConfig:
         """Build the engine's configuration.
 
         Args:
+            device_pages: the command's own default, where it has one.
             compute: whether the model's arithmetic is done.
-            verify: makes the run exact, whatever ``exact`` says.
-            digests: report a hash of every row of logits.
+            verify: makes the run exact and keeps a hash of every row of logits.
 
         Raises:
             ConfigError: a value cannot work.
@@ -64,7 +72,7 @@ class CommonOptions:
             kv_format=self.kv_format,
             index_k_format=self.index_k_format,
             page_tokens=self.page_tokens,
-            device_pages=self.device_pages,
+            device_pages=_first(self.device_pages, device_pages, _DEFAULTS.device_pages),
             host_pages=self.host_pages,
             tail_every=self.tail_every,
             write_policy=self.write_policy,
@@ -73,8 +81,12 @@ class CommonOptions:
             exact=exact or verify,
             seed=self.seed,
             compute=compute,
-            digests=digests,
+            digests=verify,
         )
+
+
+def _first(*choices: int | None) -> int:
+    return next(choice for choice in choices if choice is not None)
 
 
 @frozen
@@ -98,6 +110,15 @@ class RunOptions:
         if self.trace is None and (self.limit is not None or self.scale != 1):
             raise BadInput("--limit and --scale are about a trace; give one with --trace FILE")
 
+    def config(self) -> EngineConfig:
+        """Build the engine's configuration; raises ConfigError."""
+        is_built_in = self.trace is None and self.common.model is None and self.compute == "model"
+        return self.common.config(
+            device_pages=PRESSED_PAGES if is_built_in else None,
+            compute=self.compute,
+            verify=self.verify,
+        )
+
 
 @frozen
 class DoctorOptions:
@@ -117,8 +138,9 @@ class GenerateOptions:
     min_tokens: int
     ignore_eos: bool
 
-
-_DEFAULTS = EngineConfig()
+    def config(self) -> EngineConfig:
+        """Build the engine's configuration; raises ConfigError."""
+        return self.common.config()
 
 
 def add_common(parser: argparse.ArgumentParser, *, sessions: int) -> None:
@@ -188,8 +210,8 @@ def _add_cache(cache: "argparse._ArgumentGroup") -> None:
         "--device-pages",
         type=int,
         metavar="N",
-        default=_DEFAULTS.device_pages,
-        help="size of the device tier (default: %(default)s)",
+        help=f"size of the device tier (default: {_DEFAULTS.device_pages}; "
+        f"{PRESSED_PAGES} for run's built-in workload, to press it)",
     )
     cache.add_argument(
         "--host-pages",

@@ -39,8 +39,8 @@ _RUN_EXAMPLES = """\
 examples:
   kvlease run --verify --json report.json
       check every answer, tokens and logits, against a cold run of it alone
-  kvlease run --device-pages 160 --host-pages 4096 --log run.kvlog
-      press the device tier, restore from the host, keep the full event log
+  kvlease run --device-pages 128 --host-pages 4096 --log run.kvlog
+      press the device tier harder, and keep the full event log
   kvlease run --trace trace.jsonl --compute none --page-tokens 512 --device-pages 10000
       what a cache of that size would hit on a whole trace, without a model's work
 """

@@ -169,9 +169,7 @@ async def run(
         from kvlease.runtime.engine import open_engine
 
         open_served = open_engine
-    config = options.common.config(
-        compute=options.compute, verify=options.verify, digests=options.verify
-    )
+    config = options.config()
     model = options.common.model
     async with open_served(model, config, log=log) as engine:
         workload.check(engine)

@@ -39,7 +39,7 @@ def test_every_option_reaches_the_configuration() -> None:
         "--device-pages 33 --host-pages 44 --tail-every 2 --write-policy back --eviction s3fifo "
         "--sessions 5 --seed 9 --no-exact --compute none"
     )
-    config = options.common.config(compute=options.compute)
+    config = options.config()
     assert (config.dtype, config.kv_format, config.index_k_format) == ("float64", "fp8", "bf16")
     assert (config.page_tokens, config.device_pages, config.host_pages) == (128, 33, 44)
     assert (config.tail_every, config.write_policy, config.eviction) == (2, "back", "s3fifo")
@@ -59,7 +59,21 @@ def test_every_option_reaches_the_configuration() -> None:
 )
 def test_exact_is_the_default_on_the_cpu_and_follows_verify(line: str, exact: bool) -> None:
     options = options_of(line)
-    assert options.common.config(verify=options.verify).exact is exact
+    assert options.config().exact is exact
+
+
+@pytest.mark.parametrize(
+    ("line", "pages"),
+    [
+        ("run", 192),
+        ("run --device-pages 70", 70),
+        ("run --compute none", 512),
+        ("run --trace x", 512),
+        ("run --model x", 512),
+    ],
+)
+def test_the_built_in_workload_presses_the_device_tier(line: str, pages: int) -> None:
+    assert options_of(line).config().device_pages == pages
 
 
 @pytest.mark.parametrize(
