@@ -221,11 +221,9 @@ class LruOrder:
 
     def take(self, admits: Admits, *, copied_only: bool) -> Node | None:
         """Withdraw and return the edge with the smallest use number."""
+        # Keys are never outdated here: use numbers change under a pin only, and an edge is offered
+        # again when its last pin goes or when it becomes a leaf.
         while (entry := self._lanes.pop(copied_only=copied_only)) is not None:
-            key, node = entry
-            if not admits(node):
-                continue
-            if key == node.last_use:
-                return node
-            self.offer(node)
+            if admits(entry[1]):
+                return entry[1]
         return None

@@ -71,6 +71,61 @@ def test_split_while_storing_keeps_both_halves_from_eviction() -> None:
     pair.compare()
 
 
+def test_pinned_pages_are_not_evicted() -> None:
+    """Otherwise a running sequence reads rows of another."""
+    pair = Pair(needs_tail=False)
+    pair.release(computed(pair, CHAIN))
+    reader = pair.match(b"a", CHAIN, 3)
+    assert pair.evict("device", 9) == 1
+    assert pair.evict("device", 9) == 0
+    pair.store(reader, "store")
+    pair.arrived("store")
+    assert pair.evict("device", 9, can_drop=False) == 0
+    assert pair.evict("host", 9) == 0
+    pair.release(reader)
+    assert pair.evict("host", 9) == pair.evict("device", 9) == 3
+
+
+def test_edges_in_flight_are_not_joined() -> None:
+    """Otherwise the end of one transfer marks pages that another is still filling."""
+    pair = Pair(needs_tail=False)
+    pair.release(computed(pair, CHAIN))
+    upper = pair.match(b"a", CHAIN, 2)
+    pair.store(upper, "first store")
+    whole = pair.match(b"a", CHAIN, 9)
+    pair.store(whole, "second store")
+    pair.release(upper)
+    pair.release(whole)
+    pair.compare()
+    pair.arrived("second store")
+    assert pair.evict("device", 9) == 2
+    pair.arrived("first store")
+    pair.compare()
+
+
+def test_page_on_its_way_to_the_host_alone_is_not_matched() -> None:
+    """Otherwise a load copies bytes that a fetch from storage has not written yet."""
+    pair = Pair(needs_tail=False)
+    stored_chain(pair, CHAIN)
+    reader = pair.match(b"a", CHAIN, 9)
+    pair.load(reader, "load")
+    pair.lost("load", drop_host=True)
+    pages = pair.give("page", "host", 4)
+    pair.index.attach_host([reader.cursor.node], pages, "fetch")
+    assert pair.index.match(b"a", tokens_of(CHAIN), 9).num_pages == 0
+    pair.index.arrived("fetch")
+    assert pair.index.match(b"a", tokens_of(CHAIN), 9).host_pages == 4
+
+
+def test_new_pages_of_an_old_request_are_as_old_as_it() -> None:
+    """Otherwise pages are ranked by a request that never asked for them."""
+    pair = Pair(needs_tail=False)
+    old = computed(pair, CHAIN)
+    pair.release(pair.match(b"a", CHAIN, 9))
+    pair.extend(old, [1], whole=True)
+    pair.compare()
+
+
 def test_second_request_shares_the_load() -> None:
     """Otherwise one prefix is loaded once for each of its readers."""
     pair = Pair()

@@ -26,6 +26,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.transfers: list[str] = []
         self.pinned: list[tuple[Tail, NaiveTail]] = []
         self.named = 0
+        self.served: list[list[int]] = []
 
     def make_pair(self) -> Pair:
         return Pair()
@@ -46,9 +47,17 @@ class PrefixMachine(RuleBasedStateMachine):
     def start(self, identity: bytes, values: list[int], limit: int) -> None:
         self.sequences.append(self.pair.match(identity, values, limit))
 
+    @precondition(lambda self: self.served)
+    @rule(pick=PICK, more=VALUES, limit=st.integers(1, 7))
+    def start_again(self, pick: int, more: list[int], limit: int) -> None:
+        """A prompt that begins with one already served."""
+        values = [*self.served[pick % len(self.served)], *more]
+        self.sequences.append(self.pair.match(b"a", values, limit))
+
     @rule(values=VALUES, tails=st.booleans(), whole=st.booleans())
     def serve(self, values: list[int], tails: bool, whole: bool) -> None:
         """A whole request: match, compute the rest, keep tails, end."""
+        self.served.append(values)
         sequence = self.pair.match(b"a", values, 6)
         self.pair.extend(sequence, values[sequence.match.num_pages :], whole=whole)
         if tails and self.pair.index._needs_tail:
