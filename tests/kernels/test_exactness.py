@@ -22,7 +22,8 @@ from tests.kernels.rig import Rig, RigSequence, random_cuts
 
 DTYPES: list[ComputeDtype] = ["float32", "float64", "bfloat16"]
 FORMATS: list[tuple[StoreFormat, StoreFormat]] = [("same", "same"), ("bf16", "bf16"), ("fp8", "fp8")]
-LENGTH = 150
+LENGTH = 140
+TAIL = 6
 
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
@@ -48,7 +49,7 @@ def alone(dtype: ComputeDtype, formats: tuple[StoreFormat, StoreFormat]) -> RigS
     """One prompt computed by itself: in one chunk but for the last tokens, one at a time."""
     rig = Rig(model(dtype, formats))
     sequence = rig.start(prompt(0))
-    rig.run_alone(sequence, [LENGTH - 20] + [1] * 20)
+    rig.run_alone(sequence, [LENGTH - TAIL] + [1] * TAIL)
     return sequence
 
 
@@ -77,7 +78,7 @@ def test_the_start_up_test_sees_arithmetic_that_varies() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(seed=st.integers(0, 10**6), formats=st.sampled_from(FORMATS))
 def test_any_batching_and_chunking_gives_the_same_bits(
     dtype: ComputeDtype, seed: int, formats: tuple[StoreFormat, StoreFormat]
@@ -88,7 +89,7 @@ def test_any_batching_and_chunking_gives_the_same_bits(
     rig = Rig(model(dtype, formats), num_pages=64, seed=seed)
     sequence = rig.start(prompt(0))
     others = [rig.start(prompt(n + 1, rng.randint(1, 200))) for n in range(rng.randint(1, 5))]
-    cuts = random_cuts(LENGTH - 20, rng, rng.choice([5, 40, 130])) + [1] * 20
+    cuts = random_cuts(LENGTH - TAIL, rng, rng.choice([15, 40, 130])) + [1] * TAIL
     while cuts:
         work = [(sequence, cuts.pop(0))]
         for other in others:
@@ -99,26 +100,20 @@ def test_any_batching_and_chunking_gives_the_same_bits(
         rig.step(work)
     assert all(
         torch.equal(mine, theirs)
-        for mine, theirs in zip(sequence.logits[-20:], wanted.logits[-20:], strict=True)
+        for mine, theirs in zip(sequence.logits[-TAIL:], wanted.logits[-TAIL:], strict=True)
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_do_not_depend_on_the_batch_with_any_threads(
-    threads: int, dtype: ComputeDtype
-) -> None:
-    """Decode steps of 40 sequences against each alone, under one and two threads."""
-    served = model(dtype, ("same", "same"))
-    rig = Rig(served, num_pages=160, num_slots=41)
+def test_bits_do_not_depend_on_the_batch_with_any_threads(threads: int) -> None:
+    """A step of several tiles against each sequence alone, under one and two threads."""
+    assert torch.get_num_threads() == threads
+    rig = Rig(model("float32", ("same", "same")), num_pages=100, num_slots=41)
     sequences = [rig.start(prompt(n, 33 + n)) for n in range(40)]
-    rig.step([(s, len(s.tokens) - 3) for s in sequences])
-    for _ in range(3):
-        rig.step([(s, 1) for s in sequences])
-    for n in (0, 17, 39):
+    rig.step([(s, len(s.tokens)) for s in sequences])
+    for n in (0, 39):
         single = rig.start(prompt(n, 33 + n))
-        rig.run_alone(single, [30 + n, 1, 1, 1])
-        for mine, theirs in zip(single.logits, sequences[n].logits, strict=True):
-            assert torch.equal(mine, theirs)
+        rig.step([(single, 33 + n)])
+        assert torch.equal(single.logits[0], sequences[n].logits[0])
         rig.release(single)
 
 
@@ -127,7 +122,7 @@ def test_fast_mode_agrees_closely() -> None:
     wanted = alone("float64", ("same", "same"))
     rig = Rig(load_model(None, ModelOptions("float64", page_tokens=32, exact=False)))
     sequence = rig.start(prompt(0))
-    rig.run_alone(sequence, [LENGTH - 20] + [1] * 20)
+    rig.run_alone(sequence, [LENGTH - TAIL] + [1] * TAIL)
     gap = max(
         float((mine - theirs).abs().max())
         for mine, theirs in zip(sequence.logits, wanted.logits, strict=True)
