@@ -69,7 +69,9 @@ class RigSequence:
 
 
 class _Source:
-    def __init__(self, rig: "Rig", members: Sequence[RigSequence], layer: LayerId, cell: EpochCell):
+    def __init__(
+        self, rig: "Rig", members: Sequence[RigSequence], layer: LayerId, cell: EpochCell
+    ) -> None:
         self._rig, self._layer, self._cell = rig, layer, cell
         tables = rig.tables(members)
         self._table, self._slots, self._sealed = tables
@@ -124,6 +126,24 @@ class Rig:
         self._free_pages += sequence.pages
         self._free_slots.append(sequence.slot)
 
+    def fork(self, sequence: RigSequence) -> RigSequence:
+        """Start another sequence from a page boundary: shared pages, and the kept tail alone.
+
+        Of the rings only what the schema keeps is copied; the rest of the new slot stays poison.
+        """
+        boundary = sequence.computed
+        assert boundary % self.schema.page_tokens == 0
+        other = RigSequence(
+            list(sequence.tokens), list(sequence.pages), self._free_slots.pop(), boundary
+        )
+        for layer in self.schema.layers:
+            for tail in layer.tails:
+                ring = self.rings[layer.id, tail.name]
+                for position in range(max(boundary - tail.kept_rows, 0), boundary):
+                    kept = ring[sequence.slot, position % tail.ring_rows, : tail.kept_width]
+                    ring[other.slot, position % tail.ring_rows, : tail.kept_width] = kept
+        return other
+
     def tables(self, members: Sequence[RigSequence]) -> tuple[Tensor, Tensor, Tensor]:
         """Return page table, slots and sealed page counts; the same tensors for all layers."""
         key = tuple((id(m), m.computed, len(m.pages)) for m in members)
@@ -154,7 +174,7 @@ class Rig:
         inputs: list[SequenceInput] = []
         for number, (sequence, count) in enumerate(work):
             stop = sequence.computed + count
-            assert count > 0 and stop <= len(sequence.tokens)
+            assert sequence.computed < stop <= len(sequence.tokens)
             while len(sequence.pages) * self.schema.page_tokens < stop:
                 sequence.pages.append(self._free_pages.pop())
             part = sequence.tokens[sequence.computed : stop]

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,7 +9,7 @@ from kvlease.errors import ModelLoadError
 from kvlease.kernels.models.config_file import read_config
 from kvlease.kernels.rope import Yarn
 
-BASE: dict[str, Any] = {
+BASE: dict[str, object] = {
     "model_type": "deepseek_v4",
     "vocab_size": 64,
     "hidden_size": 32,
@@ -32,7 +31,7 @@ BASE: dict[str, Any] = {
 }
 
 
-def write(folder: Path, **changes: Any) -> Path:
+def write(folder: Path, **changes: object) -> Path:
     values = {key: value for key, value in (BASE | changes).items() if value is not ...}
     (folder / "config.json").write_text(json.dumps(values))
     return folder
@@ -122,7 +121,7 @@ def test_present_and_older_spellings_agree(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_run_is_refused_by_file_and_key(
-    tmp_path: Path, changes: dict[str, Any], sentence: str
+    tmp_path: Path, changes: dict[str, object], sentence: str
 ) -> None:
     """A value silently ignored would give wrong answers with no sign of it."""
     with pytest.raises(ModelLoadError, match=sentence) as caught:

@@ -18,8 +18,8 @@ from kvlease.kernels.activations import (
 )
 from kvlease.kernels.norms import rms_norm, rms_normalize
 from kvlease.kernels.rope import (
-    Rotation,
     RopeSpec,
+    Rotation,
     Yarn,
     inverse_frequencies,
     rotate_trailing_,

@@ -5,7 +5,7 @@ If these fail, an answer changes with who else is being served, and no cold run 
 
 import random
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 
 import pytest
 import torch
@@ -16,12 +16,16 @@ from kvlease.errors import ConfigError
 from kvlease.kernels import selftest
 from kvlease.kernels.models.deepseek_v4 import DeepseekV4, ModelOptions, load_model
 from kvlease.kernels.selftest import InvarianceReport, row_invariance
-from kvlease.kernels.tiling import FAST
+from kvlease.kernels.tiling import EXACT, FAST
 from kvlease.protocols.geometries import ComputeDtype, StoreFormat
 from tests.kernels.rig import Rig, RigSequence, random_cuts
 
 DTYPES: list[ComputeDtype] = ["float32", "float64", "bfloat16"]
-FORMATS: list[tuple[StoreFormat, StoreFormat]] = [("same", "same"), ("bf16", "bf16"), ("fp8", "fp8")]
+FORMATS: list[tuple[StoreFormat, StoreFormat]] = [
+    ("same", "same"),
+    ("bf16", "bf16"),
+    ("fp8", "fp8"),
+]
 LENGTH = 140
 TAIL = 6
 
@@ -34,7 +38,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@lru_cache(maxsize=None)
+@cache
 def model(dtype: ComputeDtype, formats: tuple[StoreFormat, StoreFormat]) -> DeepseekV4:
     return load_model(None, ModelOptions(dtype, *formats, page_tokens=32))
 
@@ -44,7 +48,7 @@ def prompt(seed: int, length: int = LENGTH) -> list[int]:
     return [rng.randrange(264) for _ in range(length)]
 
 
-@lru_cache(maxsize=None)
+@cache
 def alone(dtype: ComputeDtype, formats: tuple[StoreFormat, StoreFormat]) -> RigSequence:
     """One prompt computed by itself: in one chunk but for the last tokens, one at a time."""
     rig = Rig(model(dtype, formats))
@@ -73,7 +77,7 @@ def test_exact_mode_is_refused_where_the_test_fails(monkeypatch: pytest.MonkeyPa
 def test_the_start_up_test_sees_arithmetic_that_varies() -> None:
     """A self-test that cannot fail proves nothing: a sum over the whole batch is caught."""
     rows = [torch.randn(96, 8)]
-    stable = selftest._is_stable(lambda p: p[0] + p[0].sum(), rows, selftest.EXACT)
+    stable = selftest._is_stable(lambda p: p[0] + p[0].sum(), rows, EXACT)
     assert not stable
 
 

@@ -61,9 +61,7 @@ MODULE_NAMES = {
     "layers.0.ffn.gate.tid2eid": "model.layers.0.mlp.gate.tid2eid",
     "layers.1.ffn.gate.bias": "model.layers.1.mlp.gate.e_score_correction_bias",
     "layers.1.ffn.experts.2.w3.weight": "model.layers.1.mlp.experts.2.up_proj.weight",
-    "layers.1.ffn.shared_experts.w2.weight": (
-        "model.layers.1.mlp.shared_experts.down_proj.weight"
-    ),
+    "layers.1.ffn.shared_experts.w2.weight": ("model.layers.1.mlp.shared_experts.down_proj.weight"),
 }
 
 

@@ -20,11 +20,14 @@ from kvlease.kernels.topk import select_topk
 from tests.kernels import naive
 
 TILINGS = [EXACT, FAST]
-CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 
 
 def randn(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
+
+
+def check(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("slots", [1, 3, 8, 32])
@@ -32,7 +35,7 @@ def test_pooling_equals_the_loop(slots: int) -> None:
     values, gates = randn(5, slots, 6), randn(5, slots, 6)
     got = pool_groups(values, gates)
     for g in range(5):
-        torch.testing.assert_close(got[g], naive.pooled(values[g], gates[g]), **CLOSE)
+        check(got[g], naive.pooled(values[g], gates[g]))
 
 
 def test_group_zero_takes_nothing_from_before_the_start() -> None:
@@ -45,9 +48,9 @@ def test_group_zero_takes_nothing_from_before_the_start() -> None:
     gates = overlapping_slots(previous, current, first, -torch.inf)
     got = pool_groups(values, gates)
     assert torch.isfinite(got).all()
-    torch.testing.assert_close(got[0], naive.pooled(current[0], current[0]), **CLOSE)
+    check(got[0], naive.pooled(current[0], current[0]))
     both = torch.cat([previous[1], current[1]])
-    torch.testing.assert_close(got[1], naive.pooled(both, both), **CLOSE)
+    check(got[1], naive.pooled(both, both))
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
@@ -95,7 +98,7 @@ def test_attention_equals_the_loop(tiling: Tiling, shared: bool) -> None:
     for n in (0, 3, 31):
         keys = [*window[n][seen[n]], *others[0 if shared else n][seen_others[n]]]
         wanted = naive.attention(queries[n], sinks, keys, 0.3)
-        torch.testing.assert_close(got[n], wanted, **CLOSE)
+        check(got[n], wanted)
     assert (got[3] == 0).all()
 
 
@@ -113,7 +116,7 @@ def test_sinkhorn_equals_the_loop(size: int, iterations: int) -> None:
     matrices = torch.rand(6, size, size, dtype=torch.float64) + 1e-3
     got = sinkhorn(matrices, iterations, 1e-6)
     for n in range(6):
-        torch.testing.assert_close(got[n], naive.sinkhorn(matrices[n], iterations, 1e-6), **CLOSE)
+        check(got[n], naive.sinkhorn(matrices[n], iterations, 1e-6))
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
@@ -136,7 +139,7 @@ def test_both_forms_of_the_mixture_equal_the_loop(tiling: Tiling, num_experts: i
             of = slice(e * inner, (e + 1) * inner)
             out = naive.expert(hidden[n], gate[of], up[of], down[:, of], 0.8)
             wanted += out * float(scores[n, e]) / total * 1.5
-        torch.testing.assert_close(got[n], wanted, **CLOSE)
+        check(got[n], wanted)
 
 
 def test_routing_breaks_ties_by_index_and_uses_the_bias_for_choice_only() -> None:
@@ -165,7 +168,7 @@ def test_grouped_projection_equals_the_loop(tiling: Tiling) -> None:
     got = project_output(heads, down, up, tiling)
     for n in (0, 31):
         low = torch.cat([down[g] @ heads[n, 2 * g : 2 * g + 2].flatten() for g in range(3)])
-        torch.testing.assert_close(got[n], up @ low, **CLOSE)
+        check(got[n], up @ low)
 
 
 @settings(max_examples=20)
@@ -173,8 +176,8 @@ def test_grouped_projection_equals_the_loop(tiling: Tiling) -> None:
 def test_linear_equals_a_product(rows: int, inner: int, outer: int) -> None:
     x, weight = randn(rows, inner), randn(outer, inner)
     padded = pad_rows(x, round_up(rows, EXACT.rows))
-    torch.testing.assert_close(linear(padded, weight, EXACT)[:rows], x @ weight.T, **CLOSE)
-    torch.testing.assert_close(linear(x, weight, FAST), x @ weight.T, **CLOSE)
+    check(linear(padded, weight, EXACT)[:rows], x @ weight.T)
+    check(linear(x, weight, FAST), x @ weight.T)
 
 
 def test_linear_refuses_what_would_not_be_exact() -> None:

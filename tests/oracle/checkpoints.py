@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -59,10 +60,10 @@ def make_config(shape: Shape, *, index_heads: int) -> DeepseekV4Config:
 
 
 def make_model(
-    config: DeepseekV4Config, seed: int, *, module: Any = modeling_deepseek_v4
+    config: DeepseekV4Config, seed: int, *, module: ModuleType = modeling_deepseek_v4
 ) -> nn.Module:
     """Return a model of random weights; every bias, sink, base and table is random as well."""
-    model = module.DeepseekV4ForCausalLM(config).eval()
+    model: nn.Module = module.DeepseekV4ForCausalLM(config).eval()
     draw = torch.Generator().manual_seed(seed)
     for name, tensor in model.state_dict().items():
         tensor.copy_(_random_value(name, tensor, config, draw))
@@ -76,12 +77,11 @@ def _random_value(
         return torch.randint(config.n_routed_experts, tuple(tensor.shape), generator=draw)
     values = torch.randn(tuple(tensor.shape), generator=draw)
     if "norm" in name:
-        return 1.0 + 0.2 * values
+        return values.mul_(0.2).add_(1.0)
     if "embed" in name:
         return values
-    if tensor.ndim == 1 or "position_bias" in name:
-        return 0.5 * values
-    return values * tensor.shape[-1] ** -0.5
+    is_bias = tensor.ndim == 1 or "position_bias" in name
+    return values.mul_(0.5 if is_bias else tensor.shape[-1] ** -0.5)
 
 
 def save(model: nn.Module, folder: Path) -> Path:
@@ -93,7 +93,8 @@ def save(model: nn.Module, folder: Path) -> Path:
 def logits_of(model: nn.Module, tokens: list[int]) -> Tensor:
     """Return logits [S, V] of one unpadded prompt, without a cache."""
     with torch.no_grad():
-        return model(torch.tensor([tokens]), use_cache=False).logits[0]
+        logits: Tensor = model(torch.tensor([tokens]), use_cache=False).logits
+    return logits[0]
 
 
 def random_tokens(config: DeepseekV4Config, count: int, seed: int) -> list[int]:

@@ -4,40 +4,43 @@ Top-k over index scores and over router scores is a jump: where the k-th and the
 agree, fp32 rounding picks, and every later position of the sequence sees the result.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import DeepseekV4Config
 
 GAP = 3e-6
 """Scores closer than this (both of order 1) count as a near tie."""
 
 
-def first_near_tie(model: nn.Module, tokens: list[int], config: Any) -> int:
+def first_near_tie(model: nn.Module, tokens: list[int], config: DeepseekV4Config) -> int:
     """Return the first position that a near tie can touch, or the prompt's length."""
     gaps: list[Tensor] = []
-    handles = []
+    ratio = config.compress_rates["compressed_sparse_attention"]
+
+    def after_scorer(_module: nn.Module, _inputs: tuple[Tensor, ...], scores: Tensor) -> None:
+        gaps.append(_index_gaps(scores[0], ratio, config.index_topk))
+
+    def after_router(
+        router: nn.Module, _inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]
+    ) -> None:
+        score: Callable[[Tensor], Tensor] = router.get_submodule("score_fn")
+        scores = score(output[0]) + router.get_buffer("e_score_correction_bias")
+        gaps.append(_gap(scores, config.num_experts_per_tok))
+
+    handles: list[RemovableHandle] = []
     for module in model.modules():
         if type(module).__name__ == "DeepseekV4IndexerScorer":
-            ratio = config.compress_rates["compressed_sparse_attention"]
-            handles.append(
-                module.register_forward_hook(
-                    lambda _m, _i, out: gaps.append(_index_gaps(out[0], ratio, config.index_topk))
-                )
-            )
+            handles.append(module.register_forward_hook(after_scorer))
         elif type(module).__name__ == "DeepseekV4TopKRouter":
-            handles.append(
-                module.register_forward_hook(
-                    lambda m, _i, out: gaps.append(
-                        _gap(m.score_fn(out[0]) + m.e_score_correction_bias, m.top_k)
-                    )
-                )
-            )
+            handles.append(module.register_forward_hook(after_router))
     with torch.no_grad():
         model(torch.tensor([tokens]), use_cache=False)
     for handle in handles:
         handle.remove()
-    close = torch.stack([gap[: len(tokens)] < GAP for gap in gaps]).any(dim=0).nonzero()
+    close = torch.stack([gap < GAP for gap in gaps]).any(dim=0).nonzero()
     return int(close[0]) if len(close) else len(tokens)
 
 
