@@ -93,13 +93,26 @@ def _own(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
+def _declared(tree: ast.AST) -> set[int]:
+    """Constants inside a ``__slots__`` declaration, by identity: they name, they do not reach."""
+    return {
+        id(constant)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and any(isinstance(t, ast.Name) and t.id == "__slots__" for t in node.targets)
+        for constant in ast.walk(node.value)
+    }
+
+
 def opening_breaches(path: Path, text: str, slots: frozenset[str]) -> Iterator[str]:
     """Places that reach the memory behind a handle: by attribute, by name in a string, by match."""
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    declared = _declared(tree)
+    for node in ast.walk(tree):
         found: str | None = None
         if isinstance(node, ast.Attribute) and node.attr in slots and not _own(node.value):
             found = node.attr
-        elif isinstance(node, ast.Constant) and node.value in slots:
+        elif isinstance(node, ast.Constant) and node.value in slots and id(node) not in declared:
             found = str(node.value)
         elif isinstance(node, ast.MatchClass):
             found = next((name for name in node.kwd_attrs if name in slots), None)
