@@ -53,6 +53,15 @@ class RowIndex:
             found = self._memo[key] = value, (table, sequences, rows)
         return found[0]
 
+    def ring(self, slots: Tensor, sequences: Tensor, places: Tensor, ring_rows: int) -> Tensor:
+        """Return slot * ring_rows + place of each ring row; shapes as in `flat`, slots [B]."""
+        key = (id(slots), id(sequences), id(places), ring_rows)
+        found = self._memo.get(key)
+        if found is None:
+            value = slots[sequences] * ring_rows + places
+            found = self._memo[key] = value, (slots, sequences, places)
+        return found[0]
+
     def above_floor(self, floor: Tensor, sequences: Tensor, rows: Tensor) -> bool:
         """Return whether every row lies at or above its sequence's floor."""
         key = (id(floor), id(sequences), id(rows))
@@ -151,7 +160,7 @@ def read_rings(handle: SlotRows, sequences: Tensor) -> Tensor:
     return base.index_select(0, slots[sequences])
 
 
-def read_ring_rows(handle: SlotRows, sequences: Tensor, places: Tensor) -> Tensor:
+def read_ring_rows(handle: SlotRows, sequences: Tensor, places: Tensor, index: RowIndex) -> Tensor:
     """Return ring rows by place (position % ring_rows); a copy.
 
     Shapes: sequences and places int64, broadcast together to [...]; result [..., width].
@@ -162,11 +171,12 @@ def read_ring_rows(handle: SlotRows, sequences: Tensor, places: Tensor) -> Tenso
     check_epoch(handle)
     base = cast("Tensor", handle._base)
     slots = cast("Tensor", handle._slots)
-    flat = slots[sequences] * base.shape[1] + places
-    return _take(base.flatten(0, 1), flat)
+    return _take(base.flatten(0, 1), index.ring(slots, sequences, places, base.shape[1]))
 
 
-def write_ring_rows(handle: SlotRows, sequences: Tensor, places: Tensor, rows: Tensor) -> None:
+def write_ring_rows(
+    handle: SlotRows, sequences: Tensor, places: Tensor, rows: Tensor, index: RowIndex
+) -> None:
     """Write ring rows by place (position % ring_rows).
 
     Shapes: sequences and places [M] int64, no pair twice; rows [M, width].
@@ -179,7 +189,7 @@ def write_ring_rows(handle: SlotRows, sequences: Tensor, places: Tensor, rows: T
     base = cast("Tensor", handle._base)
     slots = cast("Tensor", handle._slots)
     _check_layout(handle.component, base, rows)
-    flat = slots[sequences] * base.shape[1] + places
+    flat = index.ring(slots, sequences, places, base.shape[1])
     base.view(-1, base.shape[2]).index_copy_(0, flat, rows)
 
 

@@ -58,15 +58,15 @@ def test_writes_land_in_open_pages_only() -> None:
 
 def test_rings_are_addressed_by_slot_and_place() -> None:
     base = base_rows()
-    handle = SlotRows("window", base, torch.tensor([4, 1]), EpochCell())
+    handle, index = SlotRows("window", base, torch.tensor([4, 1]), EpochCell()), RowIndex()
     assert ring_rows(handle) == ROWS
     assert torch.equal(read_rings(handle, torch.tensor([1, 0, 1])), base[[1, 4, 1]])
-    got = read_ring_rows(handle, torch.tensor([[0], [1]]), torch.tensor([[3, 0], [1, 2]]))
+    got = read_ring_rows(handle, torch.tensor([[0], [1]]), torch.tensor([[3, 0], [1, 2]]), index)
     assert torch.equal(got[0, 0], base[4, 3])
-    write_ring_rows(handle, torch.tensor([1]), torch.tensor([2]), torch.full((1, 2), 9.0))
+    write_ring_rows(handle, torch.tensor([1]), torch.tensor([2]), torch.full((1, 2), 9.0), index)
     assert base[1, 2].tolist() == [9.0, 9.0]
     with pytest.raises(LayoutMismatch, match="window"):
-        write_ring_rows(handle, torch.tensor([1]), torch.tensor([2]), torch.zeros(1, 3))
+        write_ring_rows(handle, torch.tensor([1]), torch.tensor([2]), torch.zeros(1, 3), index)
 
 
 def test_a_handle_dies_with_its_lease() -> None:
@@ -84,8 +84,8 @@ def test_a_handle_dies_with_its_lease() -> None:
         lambda: read_selected(chosen, one.unsqueeze(1)),
         lambda: write_rows(opened, one, rows, torch.zeros(1, 2), index),
         lambda: read_rings(slots, one),
-        lambda: read_ring_rows(slots, one, rows),
-        lambda: write_ring_rows(slots, one, rows, torch.zeros(1, 2)),
+        lambda: read_ring_rows(slots, one, rows, index),
+        lambda: write_ring_rows(slots, one, rows, torch.zeros(1, 2), index),
     ):
         with pytest.raises(StaleEpoch, match="generation 0, now 1"):
             use()

@@ -13,7 +13,12 @@ from kvlease.kernels.formats import encode_rows
 from kvlease.kernels.models.step_context import AttentionContext
 from kvlease.kernels.models.weights import CompressorWeights
 from kvlease.kernels.step_plan import Closings, StepPlan
-from kvlease.kernels.views import read_ring_rows, ring_rows, write_ring_rows, write_rows
+from kvlease.kernels.views import (
+    read_ring_rows,
+    ring_rows,
+    write_ring_rows,
+    write_rows,
+)
 from kvlease.protocols.schema import AnyLayer, RowFormat
 from kvlease.protocols.views import CompressorRows, OpenRows, SlotRows
 
@@ -71,8 +76,9 @@ def compress(
         _keep(state, kv, gate, ring, plan)
     closings = plan.closings(ratio, ring, overlapping=width != row_width)
     if closings is not None:
-        values = _slots(state.kv, kv, closings, ratio, row_width, 0.0)
-        gates = _slots(state.gate, gate, closings, ratio, row_width, -torch.inf)
+        sizes = ratio, row_width
+        values = _slots(state.kv, kv, closings, sizes, 0.0, plan)
+        gates = _slots(state.gate, gate, closings, sizes, -torch.inf, plan)
         turn = ctx.rotations.closings(ratio, closings.groups)
         rows = compressed_rows(values, gates, weights.norm, ctx.config.norm_eps, turn)
         stored = encode_rows(rows, target.format)
@@ -83,15 +89,22 @@ def compress(
 
 
 def _slots(
-    handle: SlotRows, rows: Tensor, closings: Closings, ratio: int, row_width: int, fill: float
+    handle: SlotRows,
+    rows: Tensor,
+    closings: Closings,
+    sizes: tuple[int, int],
+    fill: float,
+    plan: StepPlan,
 ) -> Tensor:
     """Return what goes into each closing group, [G, S, row_width], from rings and this step."""
+    ratio, row_width = sizes
+    where = closings.ring_sequences, closings.ring_places
     if closings.chunk_rows is None:
-        found = read_ring_rows(handle, closings.ring_sequences, closings.ring_places)
+        found = read_ring_rows(handle, *where, plan.index)
     else:
         found = rows.index_select(0, closings.chunk_rows)
         if closings.from_ring is not None:
-            old = read_ring_rows(handle, closings.ring_sequences, closings.ring_places)
+            old = read_ring_rows(handle, *where, plan.index)
             found.index_copy_(0, closings.from_ring, old)
         found = found.view(-1, closings.slots, rows.shape[1])
     if rows.shape[1] == row_width:
@@ -105,4 +118,4 @@ def _keep(state: CompressorRows, kv: Tensor, gate: Tensor, ring: int, plan: Step
     for handle, rows in ((state.kv, kv), (state.gate, gate)):
         real = rows[: plan.num_rows]
         kept = real if writes.rows is None else real.index_select(0, writes.rows)
-        write_ring_rows(handle, writes.sequences, writes.places, kept)
+        write_ring_rows(handle, writes.sequences, writes.places, kept, plan.index)

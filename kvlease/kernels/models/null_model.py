@@ -59,25 +59,31 @@ class _Rows:
             for part in inputs.sequences
         ]
         self.index = RowIndex()
-        self._paged: dict[int, tuple[Tensor, Tensor]] = {}
-        self._ringed: dict[int, tuple[Tensor, Tensor]] = {}
+        self._paged: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._ringed: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
-    def paged(self, tokens_per_row: int) -> tuple[Tensor, Tensor]:
-        """Sequences and row numbers that become whole within the step, [G] each."""
+    def paged(self, tokens_per_row: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Sequences and numbers of rows that become whole within the step, and their bytes."""
         found = self._paged.get(tokens_per_row)
         if found is None:
             bounds = [(start // tokens_per_row, end // tokens_per_row) for start, end in self.spans]
-            found = self._paged[tokens_per_row] = _ranges(bounds)
+            sequences, numbers = _ranges(bounds)
+            found = self._paged[tokens_per_row] = sequences, numbers, _bytes_of(numbers)
         return found
 
-    def ringed(self, ring: int) -> tuple[Tensor, Tensor]:
-        """Sequences and ring places of the last positions of the step, [M] each."""
+    def ringed(self, ring: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Sequences and ring places of the step's last positions, and their bytes."""
         found = self._ringed.get(ring)
         if found is None:
             bounds = [(max(start, end - ring), end) for start, end in self.spans]
             sequences, positions = _ranges(bounds)
-            found = self._ringed[ring] = sequences, positions % ring
+            places = positions % ring
+            found = self._ringed[ring] = sequences, places, _bytes_of(positions)
         return found
+
+
+def _bytes_of(numbers: Tensor) -> Tensor:
+    return (numbers % 251).to(torch.uint8).unsqueeze(1)
 
 
 def _ranges(bounds: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
@@ -160,13 +166,12 @@ class NullModel:
 
     def _fill(self, layer: AnyLayer, view: StepView, rows: _Rows) -> None:
         for opened in _opened(view):
-            sequences, numbers = rows.paged(self._ratios[layer.id, opened.component])
+            sequences, numbers, stored = rows.paged(self._ratios[layer.id, opened.component])
             if len(numbers):
-                stored = (numbers % 251).to(torch.uint8).unsqueeze(1)
                 write_rows(opened, sequences, numbers, stored, rows.index)
         for ring in _rings(view):
-            sequences, places = rows.ringed(ring_rows(ring))
-            write_ring_rows(ring, sequences, places, (places % 251).to(torch.uint8).unsqueeze(1))
+            sequences, places, stored = rows.ringed(ring_rows(ring))
+            write_ring_rows(ring, sequences, places, stored, rows.index)
 
 
 async def _resolve(lease: StepLease, layer: AnyLayer, stream: Stream) -> StepView:

@@ -41,7 +41,8 @@ class Window:
         elif reads.rows is None:
             keys = read_rings(self._handle, plan.sequences[rows])
         else:
-            keys = read_ring_rows(self._handle, plan.sequence_column[rows], reads.rows[rows])
+            column, wanted = plan.sequence_column[rows], reads.rows[rows]
+            keys = read_ring_rows(self._handle, column, wanted, plan.index)
         return KeyBlock(keys.to(self._wide), None if reads.seen is None else reads.seen[rows])
 
     @property
@@ -58,4 +59,4 @@ class Window:
         writes = self._plan.ring_writes(self._ring)
         rows = self._kv[: self._plan.num_rows]
         kept = rows if writes.rows is None else rows.index_select(0, writes.rows)
-        write_ring_rows(self._handle, writes.sequences, writes.places, kept)
+        write_ring_rows(self._handle, writes.sequences, writes.places, kept, self._plan.index)
