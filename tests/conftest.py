@@ -18,6 +18,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let the session test run at full size on demand; the suite runs it smaller."""
     parser.addoption("--sessions", type=int, default=16, help="sessions of the many-sessions test")
+    parser.addoption("--trace-limit", type=int, default=2000, help="trace requests; 0: all")
+    parser.addoption("--trace-scale", type=int, default=8, help="divides the trace's lengths")
 
 
 @pytest.fixture
@@ -25,3 +27,11 @@ def num_sessions(request: pytest.FixtureRequest) -> int:
     """How many concurrent sessions the many-sessions test runs."""
     chosen: int = request.config.getoption("--sessions")
     return chosen
+
+
+@pytest.fixture
+def trace_options(request: pytest.FixtureRequest) -> tuple[int | None, int]:
+    """How many requests of the public trace to take, and by what to divide their lengths."""
+    limit: int = request.config.getoption("--trace-limit")
+    scale: int = request.config.getoption("--trace-scale")
+    return limit or None, scale

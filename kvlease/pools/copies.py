@@ -50,14 +50,6 @@ def span_orders(
         yield CopyOrder(name, kind, layer, span.name, nbytes, run)
 
 
-def _kept_positions(tail: TailComponent, boundaries: torch.Tensor) -> torch.Tensor:
-    """Positions of the kept rows of some tails: row i holds boundary - kept_rows + i.
-
-    Shapes: boundaries [K] tokens; result [K, kept_rows], below 0 where nothing exists.
-    """
-    return boundaries.unsqueeze(1) + torch.arange(-tail.kept_rows, 0, dtype=torch.int64)
-
-
 def keep_tails(
     schema: Schema,
     stores: tuple[RingStore, TailStore],
@@ -68,18 +60,34 @@ def keep_tails(
     """Copy running sequences' state at page boundaries into kept tails, now.
 
     Runs on the compute stream right after the step that reached the boundaries, before the next
-    step overwrites the rings. Shapes: slots, tail_slots and boundaries (tokens) [K] int64.
+    step overwrites the rings. Kept row i holds position boundary - kept_rows + i; positions below
+    0 do not exist and are kept as zeros. Shapes: slots, tail_slots, boundaries (tokens) [K] int64.
     """
     rings, tails = stores
+    places: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
     for layer, tail in tail_components(schema):
-        if tail.kept_rows:
-            positions = _kept_positions(tail, boundaries)
-            ring = rings.ring(layer, tail.name)
-            flat = slots.unsqueeze(1) * tail.ring_rows + positions % tail.ring_rows
-            rows = ring.flatten(0, 1)[:, : tail.kept_width].index_select(0, flat.flatten())
-            kept = rows.view(*positions.shape, tail.kept_width)
-            kept.masked_fill_((positions < 0).unsqueeze(2), 0)
-            tails.kept(layer, tail.name).index_copy_(0, tail_slots, kept)
+        if not tail.kept_rows:
+            continue
+        key = tail.ring_rows, tail.kept_rows
+        if key not in places:
+            places[key] = _kept_places(tail, slots, boundaries)
+        flat, missing = places[key]
+        ring = rings.ring(layer, tail.name).flatten(0, 1)
+        rows = ring.index_select(0, flat)[:, : tail.kept_width]
+        kept = rows.reshape(len(slots), tail.kept_rows, tail.kept_width)
+        if missing is not None:
+            kept = kept.masked_fill(missing, 0)
+        tails.kept(layer, tail.name).index_copy_(0, tail_slots, kept)
+
+
+def _kept_places(
+    tail: TailComponent, slots: torch.Tensor, boundaries: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Ring rows [K * kept_rows] of the kept positions, and which of them do not exist, if any."""
+    positions = boundaries.unsqueeze(1) + torch.arange(-tail.kept_rows, 0, dtype=torch.int64)
+    flat = (slots.unsqueeze(1) * tail.ring_rows + positions % tail.ring_rows).flatten()
+    missing = (positions < 0).unsqueeze(2)
+    return flat, missing if bool(missing.any()) else None
 
 
 def _resume(kept: torch.Tensor, ring: torch.Tensor, tail: TailComponent, boundary: int) -> int:

@@ -17,11 +17,16 @@ from kvlease.protocols.event_pages import PageFree, PageQuarantine
 
 
 class Blocker(Protocol):
-    """Work that may still touch pages: a transfer, or a remote writer."""
+    """Work that may still touch pages: a transfer, a step, or a remote writer."""
+
+    @property
+    def kind(self) -> str:
+        """``step``, or what kind of transfer it is; for the log."""
+        ...
 
     @property
     def id(self) -> int:
-        """Its transfer id, for the log."""
+        """Its number among its kind, for the log."""
         ...
 
     @property
@@ -150,9 +155,13 @@ class PageBook:
             return
         self._quarantine.append((pages, waiting))
         if self._sink is not None and self._sink.audit:
-            transfers = [blocker.id for blocker in waiting]
             self._sink.emit(
-                PageQuarantine(pages=self._ended(pages), tier=self._tier, transfers=transfers)
+                PageQuarantine(
+                    pages=self._ended(pages),
+                    tier=self._tier,
+                    transfers=[blocker.id for blocker in waiting if blocker.kind != "step"],
+                    steps=[blocker.id for blocker in waiting if blocker.kind == "step"],
+                )
             )
 
     def reclaim(self) -> int:

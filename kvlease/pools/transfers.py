@@ -22,6 +22,7 @@ from kvlease.pools.copies import (
 )
 from kvlease.pools.held import Held, PlannedTransfer
 from kvlease.pools.memory import Memory
+from kvlease.pools.page_book import Blocker
 from kvlease.pools.prefix_index import PrefixIndex
 from kvlease.pools.prefix_node import CacheTier, Node, Tail
 from kvlease.pools.prefix_results import Cursor, Match
@@ -244,17 +245,18 @@ class Transfers:
             lease = planned.destination_lease
             self._sink.emit(PageSeal(pages=runs, tier=tier, lease=lease))
 
-    def lost(self, planned: PlannedTransfer, reason: str) -> None:
+    def lost(self, planned: PlannedTransfer, reason: str, steps: Sequence[Blocker] = ()) -> None:
         """It ended without its bytes: nobody may use what it should have filled.
 
-        The pages wait in quarantine until no copy can write them any more (R6). A load that failed
+        The pages wait in quarantine until no copy can write them any more, and until the ``steps``
+        under way, which may still read them for results nobody will see, are over (R6). A load that failed
         or came short drops the host copies as well, so that bad pages are not tried for ever; one
         that was late or revoked says nothing about them.
         """
         planned.is_lost = True
         drop_host = planned.kind == "load" and reason not in ("late", "revoked")
         released = self._index.lost(planned, drop_host=drop_host)
-        self._memory.take_back(released, (planned,))
+        self._memory.take_back(released, (planned, *steps))
 
     def settled(self, planned: PlannedTransfer) -> None:
         """No copy of it touches memory any more: both ends are let go."""

@@ -222,7 +222,9 @@ class UnifiedPool:
         Runs on the compute stream, right after the step that reached the boundaries.
         """
         memory = self.memory
-        slots, tail_slots, boundaries = (index_tensor(column) for column in zip(*keeps, strict=True))
+        slots, tail_slots, boundaries = (
+            index_tensor(column) for column in zip(*keeps, strict=True)
+        )
         stores = (memory.rings, memory.tails)
         keep_tails(self.schema, stores, slots, tail_slots, boundaries)
 

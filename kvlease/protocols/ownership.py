@@ -93,6 +93,7 @@ class Readiness:
 
         Raises TransferFailed when a transfer failed, came short, was revoked or was late.
         """
+        all_done = True
         for transfer in self._pending:
             completion = transfer.layer_completion(layer)
             if completion.state is CompletionState.DONE:
@@ -102,8 +103,10 @@ class Readiness:
             await completion.wait_recorded()
             stream.wait(completion)
             self.bound.append(completion)
-        if layer == self.ready_through:
-            self.ready_through = LayerId(layer + 1)
+            all_done = False
+        # Only what is DONE is ready for every stream; what is RECORDED is so for this one alone.
+        if all_done and layer == self.ready_through:
+            self.ready_through = layer + 1
 
     async def verify(self) -> None:
         """Wait until all that streams were ordered behind is DONE; raise TransferFailed if not."""

@@ -32,6 +32,10 @@ from kvlease.runtime.transfer import Transfer
 from kvlease.units import LayerId, LeaseId, TransferId
 
 
+_LOADER = "loader"
+"""Stream workers make the loader's transitions; the log names the actor they work for."""
+
+
 @final
 class TransferJournal:
     """Writes the events of transfers; implements `transfer_plan.TransferObserver`."""
@@ -57,6 +61,7 @@ class TransferJournal:
         layers = {order.layer for order in plan.copies}
         self._sink.emit(
             TransferPlan(
+                actor=_LOADER,
                 transfer=plan.id,
                 direction="load" if is_load else "store",
                 source_tier="host" if is_load else "device",
@@ -77,19 +82,23 @@ class TransferJournal:
     def recorded(self, transfer: Transfer, layer: LayerId) -> None:
         """Readers may order a stream behind this layer from now on."""
         if self._sink.audit:
-            self._sink.emit(TransferRecord(transfer=transfer.plan.id, layers=(layer, 1)))
+            self._sink.emit(
+                TransferRecord(actor=_LOADER, transfer=transfer.plan.id, layers=(layer, 1))
+            )
 
     def layer_done(self, transfer: Transfer, layer: LayerId, nbytes: int) -> None:
         """All components of the layer have arrived."""
         if self._sink.audit:
             self._sink.emit(
-                TransferLayerDone(transfer=transfer.plan.id, layers=(layer, 1), nbytes=nbytes)
+                TransferLayerDone(
+                    actor=_LOADER, transfer=transfer.plan.id, layers=(layer, 1), nbytes=nbytes
+                )
             )
 
     def done(self, transfer: Transfer, nbytes: int) -> None:
         """Everything planned has arrived."""
         if self._sink.audit:
-            self._sink.emit(TransferDone(transfer=transfer.plan.id, nbytes=nbytes))
+            self._sink.emit(TransferDone(actor=_LOADER, transfer=transfer.plan.id, nbytes=nbytes))
 
     def failed(self, transfer: Transfer, reason: str, message: str) -> None:
         """The transfer ended without all its bytes."""
@@ -97,11 +106,13 @@ class TransferJournal:
             return
         plan = transfer.plan
         if reason == "late":
-            self._sink.emit(TransferLate(transfer=plan.id, owner=plan.owner))
+            self._sink.emit(TransferLate(actor=_LOADER, transfer=plan.id, owner=plan.owner))
         elif reason == "revoked":
-            self._sink.emit(TransferRevoke(transfer=plan.id, reason=message))
+            self._sink.emit(TransferRevoke(actor=_LOADER, transfer=plan.id, reason=message))
         else:
-            self._sink.emit(TransferFail(transfer=plan.id, reason=f"{reason}: {message}"))
+            self._sink.emit(
+                TransferFail(actor=_LOADER, transfer=plan.id, reason=f"{reason}: {message}")
+            )
 
     def settled(self, transfer: Transfer) -> None:
         """Both ends are let go; their lease.close events are written by the pools."""
@@ -150,7 +161,7 @@ def step_done(
         )
         for seq, part, drawn in zip(order.members, order.inputs.sequences, tokens, strict=True)
     ]
-    sink.emit(StepDone(step=step, read=step, rows=rows, kind=order.kind))
+    sink.emit(StepDone(step=step, read=step, rows=rows, kind=order.phase))
 
 
 def step_discarded(sink: EventSink, order: StepOrder, error: Exception | None) -> None:

@@ -52,12 +52,24 @@ class KeepTail:
 class StepOrder:
     """One batch to run: takes the step lease; the members' own leases stay with the scheduler."""
 
-    kind: StepKind
+    phase: StepKind
     members: tuple[Sequence, ...]
     inputs: StepInput
     lease: StepLease
     keeps: tuple[KeepTail, ...]
     started_s: float
+    is_settled: bool = False
+    """Whether its device work has ended; until then it blocks the reuse of pages it may read."""
+
+    @property
+    def kind(self) -> str:
+        """What it is as a blocker of pages."""
+        return "step"
+
+    @property
+    def id(self) -> int:
+        """The step's number."""
+        return self.inputs.step
 
 
 @frozen

@@ -42,7 +42,8 @@ class Settlement:
     def step_ended(self, ended: StepEnded) -> None:
         """Publish a verified step, or discard it and start its sequences over."""
         core, order = self._core, ended.order
-        core.steps[order.kind] = None
+        core.steps[order.phase] = None
+        order.is_settled = True
         core.counters.steps += 1
         for seq in order.members:
             seq.in_step = False
@@ -57,7 +58,7 @@ class Settlement:
             self._advance(seq, computed, drawn, keeps.get(member))
 
     def _learn_rate(self, order: StepOrder) -> None:
-        if order.kind == "prefill":
+        if order.phase == "prefill":
             tokens = sum(len(part.tokens) for part in order.inputs.sequences)
             self._core.estimates.computed(tokens, self._core.clock.now() - order.started_s)
 
@@ -156,7 +157,8 @@ class Settlement:
             reason = "failed" if transfer.problem is None else transfer.problem.reason
             core.counters.failed_transfers += 1
             core.counters.transfer_timeouts += reason == "late"
-            core.pool.transfers.lost(planned, reason)
+            under_way = [step for step in core.steps.values() if step is not None]
+            core.pool.transfers.lost(planned, reason, under_way)
         for seq in list(core.running):
             held = seq.held
             if held is None or planned not in held.arrivals:

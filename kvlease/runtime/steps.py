@@ -11,7 +11,7 @@ from typing import final
 
 import trio
 
-from kvlease.errors import TransferFailed
+from kvlease.errors import InternalError, TransferFailed, UsageError
 from kvlease.pools.unified import UnifiedPool
 from kvlease.protocols.ports import ModelRunner, SampledToken, Stream
 from kvlease.runtime.actor import Actor
@@ -51,6 +51,8 @@ class StepWorker(Actor[StepOrder]):
                 tokens = await self._forward(order, scope)
             except TransferFailed as error:
                 await self._discard(order, scope, error)
+                if isinstance(error.__cause__, UsageError | InternalError):
+                    raise error.__cause__ from error  # the code is wrong: no retry would mend it
             except BaseException as error:
                 reported = error if isinstance(error, Exception) else None
                 await self._discard(order, scope, reported)
