@@ -1,0 +1,37 @@
+"""What the README and the examples show runs as shown."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.tidy.rules import ROOT
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def run(code: list[str]) -> str:
+    done = subprocess.run(
+        [sys.executable, *code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_readme_example_runs() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert "hit_device" in run(["-c", example])
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_runs(path: object) -> None:
+    assert "384 of 401 prompt tokens were cached" in run([str(path)])
