@@ -32,7 +32,7 @@ check: $(VENV)/.dev ## set up, then lint, check formatting, types and the import
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.dev ## set up, then run the benchmarks, which print ratios measured in one run
-	@for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 format: $(VENV)/.dev ## set up, then format the sources and apply the safe lint fixes
 	$(BIN)/ruff format .

@@ -18,9 +18,8 @@ async def answer(engine: kvlease.Engine, prompt: list[int], name: str) -> list[i
     async with engine.generate(prompt, sampling) as stream:
         tokens = [event.token async for event in stream]
         usage = stream.result.usage
-    print(
-        f"{name}: {len(tokens)} tokens, {usage.hit_device} of {usage.prompt} prompt tokens cached"
-    )
+    cached = usage.hit_device + usage.hit_host
+    print(f"{name}: {len(tokens)} tokens; {cached} of {usage.prompt} prompt tokens were cached")
     return tokens
 
 
