@@ -49,6 +49,7 @@ def people_log(say: Callable[[str], None], *, colors: bool) -> Callable[[Event],
         fields: dict[str, object] = msgspec.to_builtins(event)
         name = str(fields.pop("event"))
         del fields["seq"], fields["t_ns"]
+        fields.pop("components", None)  # for checkers, and longer than any terminal is wide
         fields["at_s"] = round((event.t_ns - first_ns[0]) / 1e9, 3)
         write = logger.warning if name.rpartition(".")[2] in _TROUBLE else logger.info
         write(name, **fields)
