@@ -23,7 +23,7 @@ class EngineConfig:
 
     Sizes are pages of ``page_tokens`` tokens; times are seconds. None lets the engine choose:
     ``page_tokens`` 64 for the embedded model and 256 else, ``chunk_tokens`` (prompt tokens a
-    prefill step takes) 256 with arithmetic and 16384 without, tails from pages and ``tail_every``.
+    prefill step takes) 256 with arithmetic and 65536 without, tails from pages and ``tail_every``.
     ``host_pages`` 0 switches the host tier off; ``prefix_cache`` False gives every request a cold
     run; ``digests`` hashes each sampled row of logits; ``poison`` fills unwritten memory with NaN
     bytes, for tests. Raises ConfigError.

@@ -7,7 +7,7 @@ IllegalTransition.
 
 from enum import Enum
 
-from attrs import frozen
+import msgspec
 
 from kvlease.errors import IllegalTransition
 from kvlease.protocols.ports import CompletionState
@@ -69,8 +69,7 @@ class CopyEvent(Enum):
     REVOKE = "revoke"
 
 
-@frozen
-class Copy:
+class Copy(msgspec.Struct, frozen=True, gc=False):
     """One completion: planned bytes, bytes done, and where it stands."""
 
     planned_nbytes: int

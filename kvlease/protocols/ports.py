@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
-from attrs import field, frozen
+from attrs import frozen
 
 from kvlease.protocols.schema import Schema
 from kvlease.units import RequestId, StepId
@@ -186,8 +186,7 @@ class ModelRunner(Protocol):
         ...
 
 
-@frozen
-class CopyOrder:
+class CopyOrder(msgspec.Struct, frozen=True):
     """One component of one layer of one transfer, ready to be copied.
 
     ``run`` moves the bytes and returns how many; it is called once, on the worker of the stream
@@ -199,7 +198,7 @@ class CopyOrder:
     layer: int
     component: str
     nbytes: int
-    run: Callable[[], int] = field(repr=False)
+    run: Callable[[], int]
 
 
 class Copier(Protocol):

@@ -53,7 +53,7 @@ class EngineCore:
         self.counters = counters
         self.estimates = Estimates(is_choosing=config.load_or_recompute)
         arithmetic = config.compute == "model"
-        self.chunk_tokens = config.chunk_tokens or (256 if arithmetic else 16384)
+        self.chunk_tokens = config.chunk_tokens or (256 if arithmetic else 65536)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.steps: dict[StepKind, StepOrder | None] = {"prefill": None, "decode": None}

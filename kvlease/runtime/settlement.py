@@ -24,7 +24,7 @@ from kvlease.runtime.transfer import Transfer
 MAX_RESTARTS = 3
 """Step failures of one request's own making before it is failed instead of tried again."""
 
-STORE_PAGES = 16
+STORE_PAGES = 32
 """Pages that a long prefill or decode seals before they are stored together; one transfer of many
 pages costs little more than one of a few."""
 
