@@ -186,23 +186,23 @@ def test_a_token_outside_the_vocabulary_is_named(
 def test_an_interrupt_ends_the_sessions_and_completes_the_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     line = f"run --sessions 8 --turns 50 --device-pages 400 --log {log}"
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "kvlease", *line.split()],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    assert process.stderr is not None
-    try:
-        assert "serving" in process.stderr.readline()
-        while not log.exists() or log.read_bytes().count(b"request.finished") < 4:
-            assert process.poll() is None, process.stderr.read()
-            trio.run(trio.sleep, 0.1)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
+    ) as process:
+        assert process.stderr is not None
+        try:
+            assert "serving" in process.stderr.readline()
+            while not log.exists() or log.read_bytes().count(b"request.finished") < 4:
+                assert process.poll() is None, process.stderr.read()
+                trio.run(trio.sleep, 0.1)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert out == ""
     assert err.splitlines()[-1] == "kvlease: interrupted; sessions were ended and the log is closed"
