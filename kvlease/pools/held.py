@@ -11,7 +11,7 @@ from attrs import define, field
 from kvlease.pools.page_book import Reservation
 from kvlease.pools.prefix_node import Tail
 from kvlease.pools.prefix_results import Cursor
-from kvlease.protocols.ownership import SequenceLease
+from kvlease.protocols.ownership import PendingTransfer, SequenceLease
 from kvlease.protocols.ports import CopyOrder
 from kvlease.units import LeaseId, TransferId
 
@@ -37,6 +37,8 @@ class PlannedTransfer:
     tails: tuple[Tail, ...] = ()
     boundary_page: int = -1
     """Destination page at whose end a tail moves; -1 if none does."""
+    carrier: PendingTransfer | None = field(default=None, repr=False)
+    """What carries it out and what readers wait for; set when it is handed to the loader."""
     is_settled: bool = field(default=False)
     is_lost: bool = field(default=False)
 

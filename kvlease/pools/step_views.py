@@ -10,6 +10,7 @@ from typing import final
 import numpy as np
 import torch
 
+from kvlease.errors import SealedPage, UsageError
 from kvlease.pools.storage import RingStore, SpanStore
 from kvlease.protocols.ownership import SequenceLease
 from kvlease.protocols.views import EpochCell, OpenRows, PagedRows, SlotRows
@@ -46,6 +47,35 @@ class StepTables:
             floor = torch.from_numpy(self._sealed * rows_per_page)
             self._floors[rows_per_page] = floor
         return floor
+
+
+@final
+class SharedSource:
+    """Names one layer's rows of sealed pages, for one reader; offers nothing to write."""
+
+    __slots__ = ("_cell", "_layer", "_spans", "_table")
+
+    def __init__(
+        self, spans: SpanStore, pages: Sequence[int], layer: LayerId, cell: EpochCell
+    ) -> None:
+        """Borrows the store for the life of the cell's epoch; the table is [1, P] int64."""
+        self._spans = spans
+        self._table = torch.from_numpy(np.array([pages], dtype=np.int64))
+        self._layer = layer
+        self._cell = cell
+
+    def paged(self, name: str) -> PagedRows:
+        """Rows of a span component, read only."""
+        rows = self._spans.rows(self._layer, name)
+        return PagedRows(name, rows, self._table, self._cell, rows.shape[1])
+
+    def opened(self, name: str) -> OpenRows:
+        """Refused: sealed pages never change (R4)."""
+        raise SealedPage(f"{name}: a shared lease opens nothing for writing")
+
+    def ring(self, name: str) -> SlotRows:
+        """Refused: rings belong to running sequences."""
+        raise UsageError(f"{name}: a shared lease of pages has no running state")
 
 
 @final

@@ -19,13 +19,22 @@ from kvlease.pools.page_book import Ledger
 from kvlease.pools.prefix_index import PrefixIndex
 from kvlease.pools.prefix_node import Tail
 from kvlease.pools.prefix_results import Match
-from kvlease.pools.step_views import StepSource, StepTables
+from kvlease.pools.step_views import SharedSource, StepSource, StepTables
 from kvlease.pools.transfers import Transfers
 from kvlease.protocols.config import Eviction
 from kvlease.protocols.event_base import EventSink
 from kvlease.protocols.event_pages import LeaseClose, LeaseOpen, PageEvict, PageReserve, PageSeal
-from kvlease.protocols.ownership import GateObserver, SequenceLease, StepLease
+from kvlease.protocols.ownership import (
+    GateObserver,
+    Lease,
+    Readiness,
+    SequenceLease,
+    Shared,
+    StepLease,
+)
+from kvlease.protocols.ports import Completion
 from kvlease.protocols.schema import Schema
+from kvlease.protocols.views import EpochCell
 from kvlease.units import LayerId, LeaseId
 
 
@@ -53,6 +62,7 @@ class UnifiedPool:
         self._sink = sink
         self._observer = observer
         self._last_lease = 0
+        self._late_readers: list[tuple[Completion, Match]] = []
 
     def _lease_id(self) -> LeaseId:
         self._last_lease += 1
@@ -158,6 +168,50 @@ class UnifiedPool:
         self.memory.slots.release(array("i", [held.lease.slot]), writers)
         if self._sink.audit:
             self._sink.emit(LeaseClose(lease=held.lease.id))
+
+    def lease_prefix(self, root: bytes, tokens: bytes) -> Lease[Shared]:
+        """Lease the cached pages of a prefix that are on the device or on their way there.
+
+        For readers beside the scheduler: nothing is loaded for them, and a layer still being filled
+        makes `LayerLease.resolve` wait. Returns the lease, which pins its pages until it is closed;
+        it may hold no page at all. No tail is needed to read pages, so none is asked for.
+        """
+        match = self.index.match(root, tokens, len(tokens) // (4 * self.schema.page_tokens))
+        pages = array("i")
+        for page in match.pages:
+            if page < 0:
+                break
+            pages.append(page)
+        carriers = [a.carrier for a in match.arrivals if isinstance(a, PlannedTransfer)]
+        pending = [carrier for carrier in carriers if carrier is not None]
+        lease_id = self._lease_id()
+
+        def give_back(last_use: Completion | None) -> None:
+            if last_use is None or last_use.state.is_final:
+                self.drop(match)
+            else:
+                self._late_readers.append((last_use, match))
+            if self._sink.audit:
+                self._sink.emit(LeaseClose(lease=lease_id))
+
+        if self._sink.audit:
+            runs = self.memory.device.runs(pages)
+            self._sink.emit(LeaseOpen(lease=lease_id, mode="shared", pages=runs))
+        readiness = Readiness(self.schema.num_layers, pending, self._observer)
+        return Lease(lease_id, pages, self, readiness, give_back)
+
+    def view_source(self, pages: Sequence[int], layer: LayerId, cell: EpochCell) -> SharedSource:
+        """Return where a layer's rows of sealed pages can be named."""
+        return SharedSource(self.memory.spans, pages, layer, cell)
+
+    def reclaim(self) -> None:
+        """Free what has left quarantine, and unpin what late readers are done with (R6)."""
+        if self._late_readers:
+            over = [match for use, match in self._late_readers if use.state.is_final]
+            self._late_readers = [(u, m) for u, m in self._late_readers if not u.state.is_final]
+            for match in over:
+                self.drop(match)
+        self.memory.reclaim()
 
     # -- sealing and tails ---------------------------------------------------------------------
 

@@ -101,6 +101,7 @@ class EngineCore:
             empty_layers=_empty_layers(self.schema, planned),
         )
         transfer = Transfer(plan, clock=self.clock, observer=self.transfer_observer)
+        planned.carrier = transfer
         self.transfers[planned] = transfer
         self.planned[planned.id] = planned
         assert self.loader is not None, "the engine connects the loader before it schedules"

@@ -19,6 +19,7 @@ import trio
 
 from kvlease.errors import EngineFull, LedgerImbalance, PromptError, RequestFailed
 from kvlease.protocols.config import EngineConfig, SamplingParams
+from kvlease.protocols.ownership import Lease, Shared
 from kvlease.protocols.ports import ModelRunner
 from kvlease.runtime.assembly import Assembly, EnginePorts, assemble, run_services
 from kvlease.runtime.core import EngineCore
@@ -168,6 +169,14 @@ class Engine:
             deadline_s=now + core.config.request_timeout_s,
             parent=parent,
         )
+
+    def lease_prefix(self, prompt: Prompt) -> Lease[Shared]:
+        """Lease the cached pages of a prompt that are on the device, for readers of your own.
+
+        Returns a lease to use in a ``with`` block: index it with a layer of ``model.schema`` and
+        resolve. It pins the pages and may hold none. No checkpoint.
+        """
+        return self._core.pool.lease_prefix(self._core.root, _as_bytes(prompt))
 
     async def flush(self) -> None:
         """Forget everything cached, because the weights changed; running answers go on.

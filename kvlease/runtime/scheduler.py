@@ -159,7 +159,7 @@ class Scheduler(Actor[SchedulerMessage]):
     def plan(self) -> None:
         """Admit, start steps, and preempt if somebody is short of pages and nothing will free any."""
         core = self._core
-        core.pool.memory.reclaim()
+        core.pool.reclaim()
         core.pool.unstored_pages = 0
         self._admission.admit()
         self._start("prefill")
