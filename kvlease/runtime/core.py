@@ -100,10 +100,10 @@ class EngineCore:
             holds=(_Ends(self.pool, planned),),
             empty_layers=_empty_layers(self.schema, planned),
         )
+        self.planned[planned.id] = planned  # before it is made: its making is told to the log
         transfer = Transfer(plan, clock=self.clock, observer=self.transfer_observer)
         planned.carrier = transfer
         self.transfers[planned] = transfer
-        self.planned[planned.id] = planned
         assert self.loader is not None, "the engine connects the loader before it schedules"
         submit(self.loader, transfer)
 

@@ -31,7 +31,6 @@ from kvlease.runtime.messages import StepOrder
 from kvlease.runtime.transfer import Transfer
 from kvlease.units import LayerId, LeaseId, TransferId
 
-
 _LOADER = "loader"
 """Stream workers make the loader's transitions; the log names the actor they work for."""
 
@@ -80,15 +79,23 @@ class TransferJournal:
         )
 
     def recorded(self, transfer: Transfer, layer: LayerId) -> None:
-        """Readers may order a stream behind this layer from now on."""
-        if self._sink.audit:
-            self._sink.emit(
-                TransferRecord(actor=_LOADER, transfer=transfer.plan.id, layers=(layer, 1))
-            )
+        """Readers may order a stream behind this layer from now on.
+
+        Nobody reads a store layer by layer, so it gets one line for all of them.
+        """
+        if not self._sink.audit:
+            return
+        plan, layers = transfer.plan, (int(layer), 1)
+        if plan.kind != "load":
+            first, last = plan.copies[0].layer, plan.copies[-1].layer
+            if layer != last:
+                return
+            layers = first, last - first + 1
+        self._sink.emit(TransferRecord(actor=_LOADER, transfer=plan.id, layers=layers))
 
     def layer_done(self, transfer: Transfer, layer: LayerId, nbytes: int) -> None:
-        """All components of the layer have arrived."""
-        if self._sink.audit:
+        """All components of the layer have arrived; told for loads, `done` tells the rest."""
+        if self._sink.audit and transfer.plan.kind == "load":
             self._sink.emit(
                 TransferLayerDone(
                     actor=_LOADER, transfer=transfer.plan.id, layers=(layer, 1), nbytes=nbytes

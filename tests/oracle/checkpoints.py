@@ -151,5 +151,15 @@ SHAPES = (
             "routed_scaling_factor": 2.5,
         },
     ),
+    Shape("sparse layers only", "cc", "hm", 16, 130, changes={"index_topk": 9, "head_dim": 32}),
+    Shape(
+        "a window of one page, eight heads",
+        "hsc",
+        "mhm",
+        32,
+        140,
+        ratios=(4, 16),
+        changes=YARN | {"sliding_window": 32, "num_attention_heads": 8, "index_topk": 5},
+    ),
 )
 """Cases that both strengths run."""

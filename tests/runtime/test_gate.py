@@ -30,9 +30,9 @@ from tests.runtime.toy import (
 PARAMS = SamplingParams(max_tokens=4)
 PROMPT = prompt_of(1, 6 * PAGE + 5)
 PARTS = [
-    (layer.id, component.name)
+    (layer.id, name)
     for layer in toy_model().schema.layers
-    for component in (*layer.spans, *(tail for tail in layer.tails if tail.kept_rows))
+    for name in (*(s.name for s in layer.spans), *(t.name for t in layer.tails if t.kept_rows))
 ]
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import assert_type
 
+from torch import Tensor
+
 from kvlease.kernels.views import RowIndex, read_rows, write_rows
 from kvlease.protocols.grants import ByteLease
 from kvlease.protocols.ownership import Exclusive, LayerLease, Lease, Shared, StepLease
@@ -23,7 +25,6 @@ from kvlease.protocols.views import (
     SparseStepView,
     SparseView,
 )
-from torch import Tensor
 
 
 async def views_by_layer_kind(

@@ -7,6 +7,8 @@ The name of a function is the misuse. Those that can be run at all raise at run 
 from collections.abc import Callable
 from typing import assert_never
 
+from torch import Tensor
+
 from kvlease.kernels.views import RowIndex, read_rows, write_rows
 from kvlease.protocols.grants import ByteLease
 from kvlease.protocols.ownership import Exclusive, LayerLease, Lease, Shared, StepLease
@@ -14,7 +16,6 @@ from kvlease.protocols.ports import Stream
 from kvlease.protocols.schema import AnyLayer, HeavyLayer, SlidingLayer, SparseLayer
 from kvlease.protocols.views import PagedRows, SparseStepView
 from kvlease.units import PageId, SlotId
-from torch import Tensor
 
 
 async def index_keys_of_a_sliding_layer(
