@@ -249,9 +249,9 @@ class Transfers:
         """It ended without its bytes: nobody may use what it should have filled.
 
         The pages wait in quarantine until no copy can write them any more, and until the ``steps``
-        under way, which may still read them for results nobody will see, are over (R6). A load that failed
-        or came short drops the host copies as well, so that bad pages are not tried for ever; one
-        that was late or revoked says nothing about them.
+        under way, which may still read them for results nobody will see, are over (R6). A load that
+        failed or came short drops the host copies as well, so that bad pages are not tried for
+        ever; one that was late or revoked says nothing about them.
         """
         planned.is_lost = True
         drop_host = planned.kind == "load" and reason not in ("late", "revoked")

@@ -67,18 +67,20 @@ def _index_format(fmt: StoreFormat, dtype: ComputeDtype, width: int) -> RowForma
 def _overlapping(prefix: str, width: int, ratio: int, dtype: ComputeDtype) -> list[TailComponent]:
     """State of an overlapping compressor: two groups in the ring, the first series of one kept."""
     gate: Encoding = "float64" if dtype == "float64" else "float32"
+    series: tuple[tuple[str, Encoding], ...] = (("kv", dtype), ("gate", gate))
     return [
         TailComponent(f"{prefix}_{what}", RowFormat(kind, 2 * width), 2 * ratio, ratio, width)
-        for what, kind in (("kv", dtype), ("gate", gate))
+        for what, kind in series
     ]
 
 
 def _heavy(width: int, ratio: int, dtype: ComputeDtype) -> list[TailComponent]:
     """State of a plain compressor: one group in the ring, nothing kept at a page boundary."""
     gate: Encoding = "float64" if dtype == "float64" else "float32"
+    series: tuple[tuple[str, Encoding], ...] = (("kv", dtype), ("gate", gate))
     return [
         TailComponent(f"compressor_{what}", RowFormat(kind, width), ratio, 0, 0)
-        for what, kind in (("kv", dtype), ("gate", gate))
+        for what, kind in series
     ]
 
 

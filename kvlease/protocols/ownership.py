@@ -117,9 +117,7 @@ class Readiness:
 class Grantor(Protocol):
     """The pool behind a lease: it builds views and takes pages back."""
 
-    def view_source(
-        self, pages: Sequence[int], layer: LayerId, cell: EpochCell
-    ) -> ViewSource:
+    def view_source(self, pages: Sequence[int], layer: LayerId, cell: EpochCell) -> ViewSource:
         """Return where a layer's rows can be named for these pages."""
         ...
 

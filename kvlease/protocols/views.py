@@ -51,7 +51,7 @@ class PagedRows:
         self._epoch = cell.epoch
 
     def select(self, chosen: object) -> "SelectedRows":
-        """Name rows by position, per query: chosen [N, K] row numbers, -1 for none; opens nothing."""
+        """Name rows per query, opening none: chosen [N, K] row numbers, -1 for no row."""
         return SelectedRows(self, chosen)
 
 

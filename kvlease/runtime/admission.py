@@ -103,7 +103,7 @@ class Admission:
             end = first + seq.page_tokens
         if end is None or not first <= other.num_computed < end <= seq.last_boundary:
             return False
-        mine = memoryview(tokens)[4 * first : 4 * end]
+        mine = tokens[4 * first : 4 * end]
         return mine == other.tokens[first:end].tobytes() and (
             tokens[: 4 * first] == other.tokens[:first].tobytes()
         )

@@ -121,7 +121,7 @@ class _Ends:
 
 
 def _empty_layers(schema: Schema, planned: PlannedTransfer) -> frozenset[int]:
-    """Layers that hold no bytes of this transfer by the schema, not by what happens to be planned."""
+    """Layers without bytes of this transfer by the schema, not by what happens to be planned."""
     return frozenset(
         layer.id
         for layer in schema.layers

@@ -26,7 +26,7 @@ from kvlease.runtime.core import EngineCore
 from kvlease.runtime.counters import Statistics
 from kvlease.runtime.event_log import EventLog
 from kvlease.runtime.messages import Flush, Submit
-from kvlease.runtime.request import GenerateResult, Request, TokenEvent
+from kvlease.runtime.request import NO_PARENT, GenerateResult, Request, TokenEvent
 from kvlease.units import RequestId
 
 Prompt = Sequence[int] | bytes
@@ -113,7 +113,7 @@ class Engine:
         Checkpoints: on leaving, if the request has not ended by itself. Raises PromptError for a
         prompt that can never be served, EngineFull (with retry advice) when the queue is full.
         """
-        request = self._make_request(prompt, params or SamplingParams(), RequestId(0))
+        request = self._make_request(prompt, params or SamplingParams(), NO_PARENT)
         async with self._served(request) as stream:
             yield stream
 

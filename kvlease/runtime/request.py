@@ -18,6 +18,9 @@ from kvlease.protocols.events import Usage
 from kvlease.protocols.ports import Sampling
 from kvlease.units import RequestId
 
+NO_PARENT = RequestId(0)
+"""The parent of a request that is no fork."""
+
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     """One published token of an answer.
@@ -68,7 +71,7 @@ class Request:
     params: SamplingParams
     submitted_s: float
     deadline_s: float
-    parent: RequestId = RequestId(0)
+    parent: RequestId = NO_PARENT
     outbox: "trio.MemorySendChannel[tuple[TokenEvent, ...]]" = field(init=False)
     inbox: "trio.MemoryReceiveChannel[tuple[TokenEvent, ...]]" = field(init=False)
     ended: trio.Event = field(init=False, factory=trio.Event)
@@ -150,7 +153,7 @@ class Request:
         return Sampling(p.temperature, p.top_k, p.top_p, p.seed, banned, p.logprobs)
 
     def finish_reason(self, token: int, num_output: int, eos: frozenset[int]) -> str | None:
-        """Return why an answer of ``num_output`` tokens ending in ``token`` is complete, or None."""
+        """Return why an answer of ``num_output`` tokens, ``token`` the last of them, is over."""
         p = self.params
         is_stop = token in p.stop_tokens or (token in eos and not p.ignore_eos)
         if is_stop and num_output >= p.min_tokens:

@@ -49,7 +49,7 @@ class Sequence:
     num_failed_loads: int = 0
     num_restarts: int = 0
     pages_short: int = 0
-    """Pages that the last attempt to admit it found missing; no use trying before they are there."""
+    """Pages that the last attempt to admit it found missing; no use trying sooner."""
     recompute_below: int = field(default=0)
     """Positions below this had been computed once already; computing them again is counted."""
 

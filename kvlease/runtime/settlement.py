@@ -69,7 +69,6 @@ class Settlement:
         drawn: tuple[SampledToken, ...],
         keep: KeepTail | None,
     ) -> None:
-        core = self._core
         before = seq.num_computed
         seq.num_computed += computed
         again = min(seq.num_computed, seq.recompute_below) - before

@@ -24,7 +24,7 @@ LENGTHS = (1, 2, 7, 31, 64, 100, 129, 150, 180, 200, 256, 300, 333, 400, 512, 60
 FULL_LENGTHS = (1, 2, 7, 31, 64, 100, 129, 200, 256, 333, 512, 600, 777, 1000, 1500, 3000)
 NUM_TOKENS = 3
 ROUNDS = 2
-"""The prompts are given twice, in another order, so that the second time finds the first's pages."""
+"""The prompts are given twice, in another order: the second time finds the first's pages."""
 
 
 def long_shape(shape: Shape) -> Shape:

@@ -106,7 +106,7 @@ async def test_cancel_while_its_load_is_held_frees_nothing_too_early() -> None:
 
 
 async def test_preempted_requests_are_restored_and_equal() -> None:
-    """Preemption (K025, K061): pages run out while decoding; everybody still gets the cold answer."""
+    """Preemption (K025, K061): pages run out while decoding; all still get the cold answer."""
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     prompts = [prompt_of(seed, 70) for seed in range(6)]
     config = toy_config(device_pages=20, host_pages=60)

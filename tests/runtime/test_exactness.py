@@ -83,17 +83,17 @@ async def test_answers_equal_cold_runs_bit_for_bit(seed: int) -> None:
         model = toy_model(GEOMETRIES[name])
         config = random_config(rng)
         async with open_engine(model, config, ports=EnginePorts(copier=copier)) as engine:
+            wrong: list[int] = []
+
+            async def check(number: int, prompt: list[int], params: SamplingParams) -> None:
+                await trio.sleep(rng.random() * 0.05)
+                result = await answer(engine, prompt, params)
+                usage = result.usage
+                assert usage.prompt == usage.hit_device + usage.hit_host + usage.computed
+                if not same(result, COLD[name].known[tuple(prompt), params]):
+                    wrong.append(number)
+
             for _ in range(2):
-                wrong: list[int] = []
-
-                async def check(number: int, prompt: list[int], params: SamplingParams) -> None:
-                    await trio.sleep(rng.random() * 0.05)
-                    result = await answer(engine, prompt, params)
-                    usage = result.usage
-                    assert usage.prompt == usage.hit_device + usage.hit_host + usage.computed
-                    if not same(result, COLD[name].known[tuple(prompt), params]):
-                        wrong.append(number)
-
                 async with trio.open_nursery() as nursery:
                     for number, (prompt, params) in enumerate(todo):
                         nursery.start_soon(check, number, prompt, params)

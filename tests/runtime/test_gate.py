@@ -159,11 +159,12 @@ async def test_a_step_that_resolved_a_load_that_then_fails_publishes_nothing() -
     async with open_engine(toy_model(), toy_config(device_pages=24), ports=ports) as engine:
         await make_host_only(engine, PROMPT)
         seen: list[int] = []
+        take = seen.append  # one by one: a list made at the end would be empty until then anyway
 
         async def run() -> None:
             async with engine.generate(PROMPT, PARAMS) as stream:
                 async for event in stream:
-                    seen.append(event.token)
+                    take(event.token)
 
         with trio.fail_after(20):
             async with trio.open_nursery() as nursery:

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
 
 import torch
 from attrs import define, evolve, field
@@ -52,7 +51,7 @@ def toy_model(config: V4Config = TOY, seed: int = 0) -> DeepseekV4:
     return DeepseekV4(config, weights, f"toy {seed}", ModelOptions(page_tokens=PAGE))
 
 
-def toy_config(**changes: Any) -> EngineConfig:
+def toy_config(**changes: object) -> EngineConfig:
     """Return a configuration with poisoned memory and digests, changed as given."""
     base = EngineConfig(
         device_pages=64,

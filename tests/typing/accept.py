@@ -1,4 +1,4 @@
-"""The same programs done right: both checkers accept every line, and the types are what they say."""
+"""The same programs done right: both checkers accept every line and see the types they name."""
 
 from collections.abc import Callable
 from typing import assert_type
