@@ -18,9 +18,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let the session test run at full size on demand; the suite runs it smaller."""
     parser.addoption("--sessions", type=int, default=16, help="sessions of the many-sessions test")
-    parser.addoption("--full", action="store_true", help="longest prompts in the oracle tests")
-    parser.addoption("--trace-limit", type=int, default=2000, help="trace requests; 0: all")
-    parser.addoption("--trace-scale", type=int, default=8, help="divides the trace's lengths")
+    parser.addoption("--full", action="store_true", help="longest prompts, whole trace")
 
 
 @pytest.fixture
@@ -31,15 +29,7 @@ def num_sessions(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def trace_options(request: pytest.FixtureRequest) -> tuple[int | None, int]:
-    """How many requests of the public trace to take, and by what to divide their lengths."""
-    limit: int = request.config.getoption("--trace-limit")
-    scale: int = request.config.getoption("--trace-scale")
-    return limit or None, scale
-
-
-@pytest.fixture
 def is_full(request: pytest.FixtureRequest) -> bool:
-    """Whether the oracle tests go to their longest prompts."""
+    """Whether the oracle goes to its longest prompts and the trace is run whole."""
     chosen: bool = request.config.getoption("--full")
     return chosen

@@ -1,7 +1,8 @@
 """Hits of a whole trace equal an independent simulation, request by request.
 
-In the suite 2,000 requests with pages of 64 tokens (``--scale 8``); the whole trace as a command:
-``pytest tests/runtime/test_trace_simulation.py --trace-limit 0 --trace-scale 1``.
+In the suite 2,000 requests of the public trace with lengths divided by 8 and pages of 256 tokens;
+the whole trace, undivided, with pages of 512 tokens as a command (some 20 minutes):
+``pytest -s tests/runtime/test_trace_simulation.py --full``.
 """
 
 from array import array
@@ -32,15 +33,14 @@ def answer_of(num_output: int) -> "object":
     return output
 
 
-@pytest.mark.parametrize("num_pages", [2_000, 10_000])
-async def test_hits_equal_the_simulation(
-    num_pages: int, trace_options: tuple[int | None, int]
-) -> None:
+@pytest.mark.parametrize("is_roomy", [False, True])
+async def test_hits_equal_the_simulation(is_roomy: bool, is_full: bool) -> None:
     """If one request differs, the index matches, stamps or evicts otherwise than defined."""
     if not TRACE.exists():
         pytest.skip("the public trace is not beside the checkout")
-    limit, scale = trace_options
-    page_tokens = 512 // scale
+    limit, scale, page_tokens = (None, 1, 512) if is_full else (2000, 8, 256)
+    small, large = (10_000, 50_000) if is_full else (400, 3_000)
+    num_pages = large if is_roomy else small
     simulation = Simulation(num_pages, page_tokens)
     config = EngineConfig(
         compute="none",
