@@ -11,9 +11,10 @@ from typing import Protocol, final
 
 from attrs import frozen
 
-from kvlease.errors import LedgerImbalance, PagesUnavailable, UsageError
+from kvlease.errors import IllegalTransition, LedgerImbalance, PagesUnavailable, UsageError
 from kvlease.protocols.event_base import EventSink, Tier, runs_of
 from kvlease.protocols.event_pages import PageFree, PageQuarantine
+from kvlease.protocols.machines import PageEvent, PageState, step_page
 
 
 class Blocker(Protocol):
@@ -35,8 +36,9 @@ class Blocker(Protocol):
         ...
 
 
-_FREE, _HELD, _SEALED, _QUARANTINED = range(4)
-_NAMES = ("free", "held", "sealed", "quarantined")
+_STATES = tuple(PageState)
+_CODE = {state: code for code, state in enumerate(_STATES)}
+"""A page's state is kept as one byte: its place in the machine's list of states."""
 
 
 @frozen
@@ -135,18 +137,18 @@ class PageBook:
         pages = self._free[-num_pages:]
         pages.reverse()  # ascending where possible: fewer runs in logs and copies
         del self._free[-num_pages:]
-        self._move(pages, (_FREE,), _HELD)
+        self._move(pages, PageEvent.ACQUIRE)
         return pages
 
     def seal(self, pages: "array[int]") -> None:
         """Pass held pages to the prefix index: from now on they are shared and never written."""
-        self._move(pages, (_HELD,), _SEALED)
+        self._move(pages, PageEvent.SEAL)
 
     def release(self, pages: "array[int]", blockers: Iterable[Blocker] = ()) -> None:
         """Take pages back into quarantine until every blocker has settled (R6). Takes the ids."""
         if not pages:
             return
-        self._move(pages, (_HELD, _SEALED), _QUARANTINED)
+        self._move(pages, PageEvent.RELEASE)
         for page in pages:
             self.epochs[page] += 1
         waiting = tuple(blocker for blocker in blockers if not blocker.is_settled)
@@ -181,7 +183,7 @@ class PageBook:
         return freed
 
     def _free_now(self, pages: "array[int]") -> None:
-        self._move(pages, (_QUARANTINED,), _FREE)
+        self._move(pages, PageEvent.RECLAIM)
         self._free.extend(reversed(pages))
         if self._sink is not None and self._sink.audit:
             self._sink.emit(PageFree(pages=self._ended(pages), tier=self._tier))
@@ -195,20 +197,24 @@ class PageBook:
         epochs = self.epochs
         return runs_of(pages, [epochs[page] for page in pages])
 
-    def _move(self, pages: "array[int]", allowed: tuple[int, ...], after: int) -> None:
-        """Step all pages or none: checked before anything changes."""
+    def _move(self, pages: "array[int]", event: PageEvent) -> None:
+        """Step all pages or none through the page machine: checked before anything changes."""
+        if not pages:
+            return
         state = self._state
-        before = state[pages[0]] if pages else after
+        before = state[pages[0]]
         if len(set(pages)) != len(pages):
             raise LedgerImbalance(f"{self.name}: a page is named twice in one call")
         for page in pages:
-            if state[page] not in allowed:
-                raise LedgerImbalance(
-                    f"{self.name}: page {page} is {_NAMES[state[page]]} and cannot become"
-                    f" {_NAMES[after]}"
-                )
             if state[page] != before:
-                raise LedgerImbalance(f"{self.name}: pages of two states moved in one call")
+                raise LedgerImbalance(
+                    f"{self.name}: page {page} is {_STATES[state[page]].value} and page {pages[0]}"
+                    f" {_STATES[before].value}; pages of two states moved in one call"
+                )
+        try:
+            after = _CODE[step_page(_STATES[before], event)]
+        except IllegalTransition as error:
+            raise LedgerImbalance(f"{self.name}: page {pages[0]}: {error}") from None
         for page in pages:
             state[page] = after
         self._count[before] -= len(pages)
@@ -230,7 +236,8 @@ class PageBook:
 
         ``held`` and ``sealed`` list every page the caller knows of in each state, in any order.
         """
-        for name, listed, wanted in (("held", held, _HELD), ("sealed", sealed, _SEALED)):
+        for name, listed in (("exclusive", held), ("sealed", sealed)):
+            wanted = _CODE[PageState(name)]
             booked = {page for page, state in enumerate(self._state) if state == wanted}
             if len(listed) != len(set(listed)):
                 raise LedgerImbalance(f"{self.name}: a {name} page is listed twice")

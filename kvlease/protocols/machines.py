@@ -14,46 +14,40 @@ from kvlease.protocols.ports import CompletionState
 
 
 class PageState(Enum):
-    """Where a page stands; the values are the columns of the ledger (R11)."""
+    """Where a page stands. Promises (reservations) are counts of free pages, not states of one."""
 
     FREE = "free"
-    RESERVED = "reserved"
     EXCLUSIVE = "exclusive"
-    CACHED = "cached"
-    LEASED = "leased"
+    """One holder, who may write: a running sequence's own page, or a transfer's destination."""
+    SEALED = "sealed"
+    """Immutable and in the index; the ledger calls it leased while anyone pins it, else cached."""
     QUARANTINED = "quarantined"
 
 
 class PageEvent(Enum):
     """What can happen to a page."""
 
-    RESERVE = "reserve"
-    FORFEIT = "forfeit"
     ACQUIRE = "acquire"
     SEAL = "seal"
-    PIN = "pin"
-    UNPIN = "unpin"
     RELEASE = "release"
     RECLAIM = "reclaim"
 
 
 _PAGE: dict[tuple[PageState, PageEvent], PageState] = {
-    (PageState.FREE, PageEvent.RESERVE): PageState.RESERVED,
-    (PageState.RESERVED, PageEvent.FORFEIT): PageState.FREE,
-    (PageState.RESERVED, PageEvent.ACQUIRE): PageState.EXCLUSIVE,
-    (PageState.EXCLUSIVE, PageEvent.SEAL): PageState.LEASED,
+    (PageState.FREE, PageEvent.ACQUIRE): PageState.EXCLUSIVE,
+    (PageState.EXCLUSIVE, PageEvent.SEAL): PageState.SEALED,
     (PageState.EXCLUSIVE, PageEvent.RELEASE): PageState.QUARANTINED,
-    (PageState.LEASED, PageEvent.PIN): PageState.LEASED,
-    (PageState.LEASED, PageEvent.UNPIN): PageState.CACHED,
-    (PageState.LEASED, PageEvent.RELEASE): PageState.QUARANTINED,
-    (PageState.CACHED, PageEvent.PIN): PageState.LEASED,
-    (PageState.CACHED, PageEvent.RELEASE): PageState.QUARANTINED,
+    (PageState.SEALED, PageEvent.RELEASE): PageState.QUARANTINED,
     (PageState.QUARANTINED, PageEvent.RECLAIM): PageState.FREE,
 }
 
 
 def step_page(state: PageState, event: PageEvent) -> PageState:
-    """Return the state after the event; raise IllegalTransition when there is none."""
+    """Return the state after the event; raise IllegalTransition when there is none.
+
+    There is no way from sealed back to exclusive (R4), and none to free but through quarantine
+    (R6).
+    """
     after = _PAGE.get((state, event))
     if after is None:
         raise IllegalTransition(f"a page that is {state.value} cannot {event.value}")
