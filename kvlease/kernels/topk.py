@@ -8,7 +8,7 @@ from torch import Tensor
 def select_topk(scores: Tensor, visible: Tensor, k: int) -> Tensor:
     """Return the positions of each row's k highest scores, in position order, then -1.
 
-    Shapes: scores [N, L], any float dtype, finite where visible; visible [N] int64, row n sees
+    Shapes: scores [N, L], any float dtype; visible [N] int64, row n sees
     keys 0 .. visible[n] - 1; result [N, k] int64. Where fewer than k keys are visible, all of
     them are chosen and the rest of the row is -1. Scores of unseen keys may be anything.
 

@@ -53,6 +53,20 @@ class RowIndex:
             found = self._memo[key] = value, (table, sequences, rows)
         return found[0]
 
+    def pages(self, table: Tensor, sequences: Tensor, num_pages: int) -> Tensor:
+        """Return the first pages of each sequence, [M * num_pages]; page 0 past the table's end.
+
+        Shapes: table [B, P]; sequences [M, 1] int64.
+        """
+        key = (id(table), id(sequences), num_pages)
+        found = self._memo.get(key)
+        if found is None:
+            columns = torch.arange(num_pages)
+            value = table[sequences, columns.clamp(max=table.shape[1] - 1)]
+            value = torch.where(columns < table.shape[1], value, 0).flatten()
+            found = self._memo[key] = value, (table, sequences)
+        return found[0]
+
     def ring(self, slots: Tensor, sequences: Tensor, places: Tensor, ring_rows: int) -> Tensor:
         """Return slot * ring_rows + place of each ring row; shapes as in `flat`, slots [B]."""
         key = (id(slots), id(sequences), id(places), ring_rows)
@@ -90,6 +104,25 @@ def read_rows(handle: PagedRows, sequences: Tensor, rows: Tensor, index: RowInde
     base = cast("Tensor", handle._base)
     table = cast("Tensor", handle._table)
     return _take(base.flatten(0, 1), index.flat(table, sequences, rows, handle.rows_per_page))
+
+
+def read_pages(handle: PagedRows, sequences: Tensor, num_rows: int, index: RowIndex) -> Tensor:
+    """Return each sequence's first rows by whole pages, which copies faster than row by row.
+
+    Rows past what the sequence has written are whatever the memory holds, poison included: the
+    caller must not let them count.
+    Shapes: sequences [M, 1] int64; result [M, L, *row], L the least multiple of the rows of a page
+    that is not below ``num_rows``.
+
+    Raises:
+        StaleEpoch: the right behind the handle has ended.
+    """
+    check_epoch(handle)
+    base = cast("Tensor", handle._base)
+    table = cast("Tensor", handle._table)
+    num_pages = -(-num_rows // handle.rows_per_page)
+    pages = index.pages(table, sequences, num_pages)
+    return base.index_select(0, pages).view(len(sequences), -1, *base.shape[2:])
 
 
 def _take(rows: Tensor, flat: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ Reads and writes cached rows only through `views`; what was written in this step
 stored, so that a row has the same value to the step that wrote it and to every later one.
 """
 
+from math import lcm
+
 import torch
 from attrs import frozen
 from torch import Tensor
@@ -20,8 +22,9 @@ from kvlease.kernels.norms import rms_norm, rms_normalize
 from kvlease.kernels.projection import project_output
 from kvlease.kernels.rope import Rotation, rotate_trailing_
 from kvlease.kernels.step_plan import RowGroup, StepPlan
+from kvlease.kernels.tiling import round_up
 from kvlease.kernels.topk import select_topk
-from kvlease.kernels.views import read_rows, read_selected
+from kvlease.kernels.views import read_pages, read_rows, read_selected
 from kvlease.protocols.schema import AnyLayer, RowFormat
 from kvlease.protocols.views import HeavyStepView, PagedRows, SlidingStepView, SparseStepView
 
@@ -166,7 +169,7 @@ def _choose(
     head_weights = parts[6].to(ctx.wide) * scale
     result = torch.empty((plan.num_padded, config.index_topk), dtype=torch.int64)
     for group in plan.visible(config.sparse_ratio).groups:
-        keys = _group_keys(view.index_k, group, index_k.format, ctx)
+        keys = _index_keys(view.index_k, group, index_k.format, ctx)
         if group.whole:
             scores = index_scores(queries, head_weights, keys, plan.tiling)
             return select_topk(scores, group.visible, config.index_topk)
@@ -180,6 +183,17 @@ def _fill_padding(result: Tensor, plan: StepPlan) -> Tensor:
     """Give padding rows, which repeat row 0, row 0's value."""
     result[plan.num_rows :] = result[0]
     return result
+
+
+def _index_keys(rows: PagedRows, group: RowGroup, fmt: RowFormat, ctx: AttentionContext) -> Tensor:
+    """Return index keys of the group's sequences; those that no row sees may be poison.
+
+    Each key is scored by itself and unseen scores are never compared, so poison goes nowhere.
+    """
+    step = lcm(rows.rows_per_page, ctx.plan.tiling.keys)
+    num_rows = round_up(max(group.places.shape[1], 1), step)
+    stored = read_pages(rows, group.sequences, num_rows, ctx.plan.index)
+    return decode_rows(stored, fmt, ctx.wide)
 
 
 def _group_keys(rows: PagedRows, group: RowGroup, fmt: RowFormat, ctx: AttentionContext) -> Tensor:
