@@ -157,7 +157,7 @@ class Scheduler(Actor[SchedulerMessage]):
     # -- planning ------------------------------------------------------------------------------
 
     def plan(self) -> None:
-        """Admit, start steps, and preempt if somebody is short of pages and nothing will free any."""
+        """Admit, start steps, and preempt if somebody is short of pages that nothing will free."""
         core = self._core
         core.pool.reclaim()
         core.pool.unstored_pages = 0
