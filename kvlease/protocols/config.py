@@ -16,6 +16,9 @@ Eviction = Literal["lru", "s3fifo"]
 Device = Literal["cpu", "cuda"]
 Compute = Literal["model", "none"]
 
+MAX_TIMEOUT_S = 1e9
+"""Some thirty years; longer ones do not fit the log's nanoseconds."""
+
 
 @frozen
 class EngineConfig:
@@ -69,8 +72,11 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {optional}; give a number of 1 or more")
         for name in ("load_timeout_s", "request_timeout_s"):
             seconds: float = getattr(self, name)
-            if not seconds > 0:
-                raise ConfigError(f"{name} is {seconds}; give seconds above 0")
+            if not 0 < seconds <= MAX_TIMEOUT_S:
+                raise ConfigError(
+                    f"{name} is {seconds}; give seconds above 0, up to {MAX_TIMEOUT_S:g}:"
+                    " every wait has an end"
+                )
 
 
 @frozen

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import final
 
 import trio
-from attrs import define, frozen
+from attrs import define, field, frozen
 
-from kvlease.errors import ActorBroken, ActorClosed, RequestFailed
+from kvlease.errors import ActorBroken, ActorClosed, KVLeaseError, RequestFailed
 from kvlease.pools.unified import UnifiedPool
 from kvlease.protocols.config import EngineConfig
 from kvlease.protocols.event_base import SCHEMA_VERSION
@@ -100,6 +100,31 @@ class Assembly:
     scheduler: Mailbox[SchedulerMessage]
     loader: Mailbox[Transfer]
     workers: dict[StepKind, Mailbox[StepOrder]]
+    open_requests: set[Request] = field(factory=set[Request])
+    """Requests whose callers have not left yet; the engine's own list, whatever its actors lose."""
+    num_submitted: int = 0
+    is_closing: bool = False
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; raises ActorClosed when nobody would serve it any more (R9)."""
+        if self.is_closing:
+            raise ActorClosed("the engine is closed; it takes no more requests")
+        self.scheduler.send_nowait(Submit(request))
+        self.num_submitted += 1
+        self.open_requests.add(request)
+
+    def num_queued(self) -> int:
+        """Count requests that wait their turn, those that the scheduler has not seen yet too."""
+        core = self.core
+        unseen = self.num_submitted - core.counters.requests
+        places = core.config.max_sessions - len(core.running) - len(core.waiting)
+        return len(core.waiting) + max(0, unseen - max(0, places))
+
+    def abandon(self, error: KVLeaseError) -> None:
+        """End every request that is still open: the engine is going away (R9)."""
+        self.is_closing = True
+        for request in self.open_requests:
+            request.end("failed", error)
 
     def cancel(self, request: Request) -> None:
         """End a request early; if the scheduler is gone, end it here (R9)."""
@@ -197,19 +222,19 @@ async def run_services(assembly: Assembly) -> AsyncGenerator[None]:
             ):
                 await _start(assembly, supervisor, compute, (load_stream, store_stream))
                 async with open_flat_nursery() as inside:
-                    inside.start_soon(_abandon_at_end, assembly.core)
+                    inside.start_soon(_abandon_at_end, assembly)
                     yield
                     inside.cancel_scope.cancel()
         finally:
             nursery.cancel_scope.cancel()
 
 
-async def _abandon_at_end(core: EngineCore) -> None:
+async def _abandon_at_end(assembly: Assembly) -> None:
     """End what is still open when the engine goes, before anyone waits for it in vain (R9)."""
     try:
         await trio.sleep_forever()
     finally:
-        core.abandon(RequestFailed("the engine was closed before the answer was complete"))
+        assembly.abandon(RequestFailed("the engine was closed before the answer was complete"))
 
 
 async def _start(

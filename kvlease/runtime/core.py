@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from typing import final
 
-from kvlease.errors import KVLeaseError
 from kvlease.pools.held import PlannedTransfer
 from kvlease.pools.unified import UnifiedPool
 from kvlease.protocols.config import EngineConfig
@@ -82,11 +81,6 @@ class EngineCore:
     def in_phase(self, phase: Phase) -> list[Sequence]:
         """Running sequences of one phase that are in no step, oldest admission first."""
         return [seq for seq in self.running if seq.phase is phase and not seq.in_step]
-
-    def abandon(self, error: KVLeaseError) -> None:
-        """End every request that is still open: the engine is going away (R9)."""
-        for seq in (*self.waiting, *self.running):
-            seq.request.end("failed", error)
 
     def start_transfer(self, planned: PlannedTransfer) -> None:
         """Hand a planned transfer to the loader, with its deadline and both ends held."""

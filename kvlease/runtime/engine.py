@@ -25,7 +25,9 @@ from kvlease.runtime.assembly import Assembly, EnginePorts, assemble, run_servic
 from kvlease.runtime.core import EngineCore
 from kvlease.runtime.counters import Statistics
 from kvlease.runtime.event_log import EventLog
-from kvlease.runtime.messages import Flush, Submit
+from kvlease.runtime.mailbox import ask
+from kvlease.runtime.messages import Flush
+from kvlease.runtime.nurseries import one_error
 from kvlease.runtime.request import NO_PARENT, GenerateResult, Request, TokenEvent
 from kvlease.units import RequestId
 
@@ -136,7 +138,7 @@ class Engine:
 
     @asynccontextmanager
     async def _served(self, request: Request) -> AsyncGenerator[AnswerStream]:
-        self._assembly.scheduler.send_nowait(Submit(request))
+        self._assembly.submit(request)
         try:
             yield AnswerStream(request)
         finally:
@@ -145,12 +147,13 @@ class Engine:
                 self._assembly.cancel(request)
                 with trio.CancelScope(shield=True):
                     await request.ended.wait()
+            self._assembly.open_requests.discard(request)
 
     def _make_request(self, prompt: Prompt, params: SamplingParams, parent: RequestId) -> Request:
         core = self._core
         tokens = _as_bytes(prompt)
         _check_prompt(tokens, params, core)
-        queued = len(core.waiting)
+        queued = self._assembly.num_queued()
         if queued >= core.config.max_queue:
             core.counters.rejected += 1
             retry_s = core.estimates.queue_s(queued, core.config.max_sessions)
@@ -181,16 +184,20 @@ class Engine:
     async def flush(self) -> None:
         """Forget everything cached, because the weights changed; running answers go on.
 
-        Requests that come later share nothing with earlier ones. Checkpoints: always.
+        Requests that come later share nothing with earlier ones. Checkpoints: always. Raises
+        ActorClosed or ActorBroken when the engine ends first.
         """
         core = self._core
         core.identity = attrs.evolve(
             core.identity, weights_version=core.identity.weights_version + 1
         )
         core.root = core.identity.root()
-        done = trio.Event()
-        self._assembly.scheduler.send_nowait(Flush(done))
-        await done.wait()
+        await ask(
+            self._assembly.scheduler,
+            Flush,
+            request="flush",
+            deadline_s=core.config.request_timeout_s,
+        )
 
     def statistics(self) -> Statistics:
         """Return counters and ledgers now; recounts every pool against its holders (R11)."""
@@ -232,8 +239,9 @@ async def open_engine(
     and ConfigError before anything is started.
     """
     assembly = await assemble(model, config or EngineConfig(), log, ports or EnginePorts())
-    async with run_services(assembly):
-        yield Engine(assembly)
+    with one_error():
+        async with run_services(assembly):
+            yield Engine(assembly)
 
 
 def _as_bytes(prompt: Prompt) -> bytes:
@@ -243,7 +251,7 @@ def _as_bytes(prompt: Prompt) -> bytes:
         return prompt
     try:
         return array("i", prompt).tobytes()
-    except (OverflowError, TypeError) as error:
+    except (OverflowError, TypeError, ValueError) as error:
         raise PromptError(f"a prompt must hold token ids that fit int32: {error}") from error
 
 
@@ -260,6 +268,11 @@ def _check_prompt(prompt: bytes, params: SamplingParams, core: EngineCore) -> No
             f"token {tokens[position]} at position {position} is outside the vocabulary"
             f" (0 to {model.vocab_size - 1})"
         )
+    for stop in params.stop_tokens:
+        if not 0 <= stop < model.vocab_size:
+            raise PromptError(
+                f"stop token {stop} is outside the vocabulary (0 to {model.vocab_size - 1})"
+            )
     total = num_tokens + params.max_tokens
     if total > model.max_positions:
         raise PromptError(

@@ -6,11 +6,11 @@ process; a message that carries leases moves them to the receiver.
 
 from typing import Literal, TypeAlias
 
-import trio
 from attrs import define, frozen
 
 from kvlease.protocols.ownership import StepLease
 from kvlease.protocols.ports import SampledToken, StepInput
+from kvlease.runtime.replies import Reply
 from kvlease.runtime.request import Request
 from kvlease.runtime.sequence import Sequence
 from kvlease.runtime.transfer import Transfer
@@ -34,9 +34,9 @@ class Cancel:
 
 @frozen
 class Flush:
-    """Forget everything cached: the weights changed. ``done`` is set when it has happened."""
+    """Forget everything cached: the weights changed. ``done`` is answered when it has happened."""
 
-    done: trio.Event
+    done: Reply[None]
 
 
 @frozen

@@ -5,8 +5,8 @@ This module does not know what the tasks do.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Generator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import cast
 
 import trio
@@ -53,3 +53,22 @@ async def open_flat_nursery() -> AsyncGenerator[trio.Nursery]:
         if rest is None:
             raise
         raise rest from rest.__cause__
+
+
+@contextmanager
+def one_error() -> Generator[None]:
+    """Let one error out of the block where several came together, the others as its notes.
+
+    What is no ordinary error (an interrupt) goes first, then the one that came first: a user's own
+    error must not be buried in a group because a worker was slow to stop.
+    """
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        rest = without_cancellation(group)
+        if rest is None:
+            raise
+        first, *others = sorted(leaves(rest), key=lambda error: isinstance(error, Exception))
+        for other in others:
+            first.add_note(f"at the same time: {other!r}")
+        raise first from first.__cause__

@@ -13,11 +13,19 @@ from typing import final
 
 import trio
 
-from kvlease.errors import ActorClosed, DeadlineExceeded, PagesUnavailable
+from kvlease.errors import (
+    ActorBroken,
+    ActorClosed,
+    DeadlineExceeded,
+    InternalError,
+    PagesUnavailable,
+    UsageError,
+)
 from kvlease.protocols.events import RequestSubmitted
 from kvlease.runtime.actor import Actor
 from kvlease.runtime.admission import Admission
 from kvlease.runtime.batching import Batching
+from kvlease.runtime.completions import BAD_STATES
 from kvlease.runtime.core import EngineCore
 from kvlease.runtime.mailbox import Mailbox
 from kvlease.runtime.messages import (
@@ -34,6 +42,7 @@ from kvlease.runtime.messages import (
 from kvlease.runtime.request import Request
 from kvlease.runtime.sequence import Phase, Sequence
 from kvlease.runtime.settlement import Settlement
+from kvlease.runtime.transfer import Transfer
 from kvlease.units import RequestId
 
 
@@ -59,25 +68,47 @@ class Scheduler(Actor[SchedulerMessage]):
         }
         self._deadlines = [(s.request.deadline_s, s.request.id) for s in self._by_request.values()]
         heapq.heapify(self._deadlines)
+        self._last_write_back: Transfer | None = None
+        self._drops_until = -math.inf
 
     async def run(self) -> None:
-        """Serve until the mailbox closes."""
+        """Serve until the mailbox closes; plans first, since a predecessor may have died before it.
+
+        Raises InternalError when a message or a plan was left half done: the books may be wrong
+        then, and a restarted scheduler would go on from them.
+        """
+        message: SchedulerMessage | None = None
         while True:
+            self._take_turn(message)
+            message = None
             try:
                 with trio.move_on_after(self._until_deadline()):
-                    self.apply(await self.mailbox.receive())
-                self._apply_unread()
+                    message = await self.mailbox.receive()
             except ActorClosed:
                 return
+
+    def _take_turn(self, message: SchedulerMessage | None) -> None:
+        """Apply what has come and plan once; all of it happens or the engine ends."""
+        try:
+            if message is not None:
+                self.apply(message)
+            self._apply_unread()
             self._expire()
             self.plan()
+        except (UsageError, InternalError, AssertionError):
+            raise
+        except Exception as error:
+            raise InternalError(
+                f"the scheduler failed in the middle of its work: {error!r}; its books may be half"
+                " written, so the engine ends"
+            ) from error
 
     def _apply_unread(self) -> None:
         """Apply all that has come meanwhile, so that one plan serves a burst of messages."""
         try:
             while True:
                 self.apply(self.mailbox.receive_nowait())
-        except trio.WouldBlock:
+        except (trio.WouldBlock, ActorClosed, ActorBroken):
             return
 
     # -- messages ------------------------------------------------------------------------------
@@ -91,7 +122,7 @@ class Scheduler(Actor[SchedulerMessage]):
                 self._end_early(message.request.id, "cancelled", None)
             case Flush():
                 self._core.pool.flush()
-                message.done.set()
+                message.done.send(None)
             case StepEnded():
                 self._settlement.step_ended(message)
             case TransferEnded():
@@ -119,13 +150,19 @@ class Scheduler(Actor[SchedulerMessage]):
             )
 
     def _end_early(self, request: RequestId, reason: str, error: DeadlineExceeded | None) -> None:
-        """End a request now, or as soon as the step that it is in is over."""
+        """End a request now, or as soon as the step that it is in is over.
+
+        A caller whose deadline has passed hears of it at once: the step may be waiting for a load
+        that has a later one.
+        """
         seq = self._by_request.get(request)
         if seq is None or seq.phase is Phase.ENDED or seq.ending is not None:
             return
         seq.ending, seq.error = reason, error
         if not seq.in_step:
             self._settlement.retire(seq)
+        elif error is not None:
+            seq.request.end(reason, error)
 
     # -- deadlines -----------------------------------------------------------------------------
 
@@ -150,33 +187,46 @@ class Scheduler(Actor[SchedulerMessage]):
             seconds = self._core.config.request_timeout_s
             error = DeadlineExceeded(
                 f"request {request} was not finished within its {seconds:g} s"
-                " (request_timeout_s); its pages are free again"
+                " (request_timeout_s); its pages are given back"
             )
             self._end_early(request, "deadline", error)
 
     # -- planning ------------------------------------------------------------------------------
 
     def plan(self) -> None:
-        """Admit, start steps, and preempt if somebody is short of pages that nothing will free."""
-        core = self._core
-        core.pool.reclaim()
-        core.pool.unstored_pages = 0
-        self._admission.admit()
-        self._start("prefill")
-        self._start("decode")
-        if core.pool.unstored_pages and not self._write_back(core.pool.unstored_pages):
-            self._plan_dropping()
-        if self._is_stuck():
-            self._preempt_newest()
+        """Admit and start steps; preempt for as long as those running wait for pages in vain.
 
-    def _plan_dropping(self) -> None:
-        """Plan again with last copies given up: the host has no room for them."""
+        Nobody comes back from preemption before the others were tried without it. The last one is
+        admitted again at once, because no message would ever tell to. Once the workers take no
+        more steps the engine is closing, and nothing is planned.
+        """
+        core = self._core
+        if any(worker.is_closed for worker in self._workers.values()):
+            return
+        core.pool.reclaim()
+        self._go_on(admits=True)
+        for _ in range(len(core.running)):
+            if not self._is_stuck():
+                return
+            newest = max(core.running, key=lambda seq: seq.admitted_order)
+            self._settlement.restart(newest, "pages")
+            self._go_on(admits=not core.running)
+
+    def _go_on(self, *, admits: bool) -> None:
+        """Admit and start what the pool has room for, storing or dropping last copies for it."""
         pool = self._core.pool
-        pool.spares_last_copies = False
-        self._admission.admit()
+        pool.unstored_pages = 0
+        self._try_to_start(admits=admits)
+        if pool.unstored_pages and not self._write_back(pool.unstored_pages):
+            pool.spares_last_copies = False
+            self._try_to_start(admits=admits)
+            pool.spares_last_copies = True
+
+    def _try_to_start(self, *, admits: bool) -> None:
+        if admits:
+            self._admission.admit()
         self._start("prefill")
         self._start("decode")
-        pool.spares_last_copies = True
 
     def _start(self, kind: StepKind) -> None:
         if self._core.steps[kind] is not None:
@@ -186,20 +236,30 @@ class Scheduler(Actor[SchedulerMessage]):
             self._workers[kind].send_nowait(order)
 
     def _is_stuck(self) -> bool:
-        """Whether no step and no transfer is under way, though somebody is running."""
-        core = self._core
-        return bool(core.running) and not any(core.steps.values()) and not core.transfers
+        """Whether nothing under way will bring pages, though somebody is running.
 
-    def _preempt_newest(self) -> None:
+        A transfer that ended badly no longer counts: its last copy may never return.
+        """
         core = self._core
-        newest = max(core.running, key=lambda seq: seq.admitted_order)
-        self._settlement.restart(newest, "pages")
-        self._start("prefill")
-        self._start("decode")
+        if not core.running or any(core.steps.values()):
+            return False
+        return all(transfer.state in BAD_STATES for transfer in core.transfers.values())
 
     def _write_back(self, num_pages: int) -> bool:
-        """Start storing pages that have to make room; say whether that was possible."""
-        core = self._core
+        """Store pages that have to make room, one store at a time; False if they must be dropped.
+
+        After a store that failed, last copies are dropped for as long as a store may take, or a
+        host that is down would hold everybody up for ever (R9).
+        """
+        core, last = self._core, self._last_write_back
+        if last is not None:
+            if last.state in BAD_STATES:
+                self._last_write_back = None
+                self._drops_until = core.clock.now() + core.config.load_timeout_s
+            elif last in core.transfers.values():
+                return True
+        if core.clock.now() < self._drops_until:
+            return False
         try:
             planned = core.pool.transfers.plan_write_back(num_pages)
         except PagesUnavailable:
@@ -207,4 +267,5 @@ class Scheduler(Actor[SchedulerMessage]):
         if planned is None:
             return False
         core.start_transfer(planned)
+        self._last_write_back = core.transfers[planned]
         return True

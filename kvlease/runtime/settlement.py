@@ -129,10 +129,11 @@ class Settlement:
         step_discarded(core.sink, order, error)
         for keep in order.keeps:
             core.pool.free_tail_slot(keep.tail_slot)
+        # A load that failed is nobody's own making, least of all that of those beside it.
+        is_blameless = any(seq.require_held().is_lost for seq in order.members)
         for seq in order.members:
             lost = seq.require_held().is_lost
-            if not lost:
-                seq.num_restarts += 1
+            seq.num_restarts += not is_blameless
             if seq.ending is not None:
                 self.retire(seq)
             elif seq.num_restarts > MAX_RESTARTS:
