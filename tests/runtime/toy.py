@@ -4,7 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from attrs import define, evolve, field
@@ -51,21 +51,20 @@ def toy_model(config: V4Config = TOY, seed: int = 0) -> DeepseekV4:
     return DeepseekV4(config, weights, f"toy {seed}", ModelOptions(page_tokens=PAGE))
 
 
-def toy_config(**changes: object) -> EngineConfig:
-    """Return a configuration with poisoned memory and digests, changed as given."""
-    base = EngineConfig(
-        device_pages=64,
-        host_pages=128,
-        tail_every=2,
-        max_sessions=8,
-        chunk_tokens=48,
-        digests=True,
-        poison=True,
-        load_or_recompute=False,
-        load_timeout_s=5.0,
-        request_timeout_s=60.0,
-    )
-    return evolve(base, **changes)
+TOY_CONFIG = EngineConfig(
+    device_pages=64,
+    host_pages=128,
+    tail_every=2,
+    max_sessions=8,
+    chunk_tokens=48,
+    digests=True,
+    poison=True,
+    load_or_recompute=False,
+    load_timeout_s=5.0,
+    request_timeout_s=60.0,
+)
+toy_config = partial(evolve, TOY_CONFIG)
+"""Return a configuration with poisoned memory and digests, changed as given."""
 
 
 def prompt_of(seed: int, length: int, shared: int = 0) -> list[int]:
