@@ -21,8 +21,7 @@ class PlannedTransfer:
     """A load or a store with both ends held from planning until it has settled (R7).
 
     It is also the index's arrival token, and the blocker of memory that a late copy may still
-    write. ``cursor`` pins the path at the source (None where the index keeps it by itself),
-    ``tails`` are pinned resume states, and ``source`` and ``destination`` name the pages at both
+    write. ``cursors`` pin the paths at the source until it has settled, ``tails`` are pinned resume states, and ``source`` and ``destination`` name the pages at both
     ends in the same order.
     """
 
@@ -30,7 +29,7 @@ class PlannedTransfer:
     kind: Literal["load", "store"]
     source_lease: LeaseId
     destination_lease: LeaseId
-    cursor: Cursor | None
+    cursors: tuple[Cursor, ...] = ()
     copies: tuple[CopyOrder, ...] = field(default=(), repr=False)
     source: "array[int]" = field(factory=lambda: array("i"))
     destination: "array[int]" = field(factory=lambda: array("i"))

@@ -112,13 +112,17 @@ class PrefixIndex:
         enter(tree, path, match)
         return match
 
-    def fork(self, cursor: Cursor) -> Cursor:
-        """Return a second cursor at the same place, to be released on its own. O(edges)."""
-        node: Node | None = cursor.node
+    def fork(self, where: Cursor | Node) -> Cursor:
+        """Return a second cursor at the same place, or one at an edge's end. O(edges).
+
+        It pins the path like any other and is released on its own.
+        """
+        end, use = (where.node, where.use) if isinstance(where, Cursor) else (where, where.last_use)
+        node: Node | None = end
         while node is not None:
             self._tree.pin(node)
             node = node.parent
-        return Cursor(cursor.node, cursor.use)
+        return Cursor(end, use)
 
     def touch(self, cursor: Cursor) -> None:
         """Stamp the path as used now, as a new request would; for sequences that run long."""

@@ -67,7 +67,7 @@ class Transfers:
         if match.host_pages == 0 and match.tail is None:
             return None
         memory = self._memory
-        planned = self._blank("load", held.cursor)
+        planned = self._blank("load", (held.cursor,))
         pages = memory.device.take(held.reservation, match.host_pages)
         self._reserved(pages, planned.destination_lease, "device")
         source = array("i", chain.from_iterable(n.host.pages or () for n in match.to_load))
@@ -117,7 +117,7 @@ class Transfers:
         self._host_room(sum(node.num_pages for node in nodes))
         # Making room may have cut or joined edges around these, so they are named anew.
         nodes = self._index.plan_store(held.cursor, min_hits)
-        return self._store(nodes, held.cursor, tails)
+        return self._store(nodes, (held.cursor,), tails)
 
     def plan_write_back(self, num_pages: int) -> PlannedTransfer | None:
         """Plan the copy to the host of pages that would be evicted next and are nowhere else.
@@ -127,21 +127,22 @@ class Transfers:
         self._host_room(num_pages)
         nodes = self._index.evictable_unstored(num_pages)
         tails = [tail for node in nodes for tail in node.tails.values()]
-        return self._store(nodes, None, tails)
+        return self._store(nodes, nodes, tails)
 
     def _store(
-        self, nodes: Sequence[Node], cursor: Cursor | None, tails: Sequence[Tail]
+        self, nodes: Sequence[Node], places: Sequence[Cursor | Node], tails: Sequence[Tail]
     ) -> PlannedTransfer | None:
         """Plan the copy of edges without a host copy; the host has room for them already.
 
-        A store needs no pin to keep its source: the index evicts nothing that a store still reads.
+        The paths to ``places`` stay pinned until it has settled: a store that came too late is
+        forgotten by the index, but its last copy may still read the pages (R6, R7).
         """
         memory = self._memory
         source = array("i", chain.from_iterable(n.device.pages or () for n in nodes))
         wanted = [t for t in tails if t.host.slot is None and t.device.slot is not None]
         if not (source or wanted):
             return None
-        planned = self._blank("store", cursor)
+        planned = self._blank("store", places)
         pages = memory.host.acquire(len(source))
         self._reserved(pages, planned.destination_lease, "host")
         if pages:
@@ -200,14 +201,16 @@ class Transfers:
             self._sink.emit(PageEvict(pages=runs, tier="host"))
         self._memory.take_back(released)
 
-    def _blank(self, kind: Literal["load", "store"], cursor: Cursor | None) -> PlannedTransfer:
+    def _blank(
+        self, kind: Literal["load", "store"], places: Sequence[Cursor | Node]
+    ) -> PlannedTransfer:
         self._last_id += 1
         return PlannedTransfer(
             id=TransferId(self._last_id),
             kind=kind,
             source_lease=self._next_lease(),
             destination_lease=self._next_lease(),
-            cursor=None if cursor is None else self._index.fork(cursor),
+            cursors=tuple(self._index.fork(place) for place in places),
         )
 
     def _reserved(self, pages: array[int], lease: LeaseId, tier: CacheTier) -> None:
@@ -222,6 +225,7 @@ class Transfers:
         planned.copies = in_layer_order(chain.from_iterable(orders))
         self.unsettled.add(planned)
         if not planned.copies:
+            self.lost(planned, "empty")
             self.settled(planned)
             return None
         if self._sink.audit:
@@ -264,8 +268,8 @@ class Transfers:
         self.unsettled.discard(planned)
         for tail in planned.tails:
             self._memory.take_back(self._index.unpin_tail(tail))
-        if planned.cursor is not None:
-            self._memory.take_back(self._index.release(planned.cursor))
+        for cursor in planned.cursors:
+            self._memory.take_back(self._index.release(cursor))
         if self._sink.audit:
             self._sink.emit(LeaseClose(lease=planned.source_lease))
             self._sink.emit(LeaseClose(lease=planned.destination_lease))
