@@ -21,8 +21,9 @@ class PlannedTransfer:
     """A load or a store with both ends held from planning until it has settled (R7).
 
     It is also the index's arrival token, and the blocker of memory that a late copy may still
-    write. ``cursors`` pin the paths at the source until it has settled, ``tails`` are pinned resume states, and ``source`` and ``destination`` name the pages at both
-    ends in the same order.
+    write. ``cursors`` pin the paths at the source until it has settled, ``tails`` are pinned resume
+    states, and ``source`` and ``destination`` name the pages at both ends in the same
+    order.
     """
 
     id: TransferId
