@@ -10,9 +10,9 @@ from attrs import define, field
 
 from kvlease.pools.page_book import Reservation
 from kvlease.pools.prefix_node import Tail
-from kvlease.pools.prefix_results import Cursor
+from kvlease.pools.prefix_results import Cursor, Match
 from kvlease.protocols.ownership import PendingTransfer, SequenceLease
-from kvlease.protocols.ports import CopyOrder
+from kvlease.protocols.ports import Completion, CopyOrder
 from kvlease.units import LeaseId, TransferId
 
 
@@ -51,6 +51,26 @@ class PlannedTransfer:
     def name(self) -> str:
         """What to call it in errors and logs."""
         return f"{self.kind} {self.id}"
+
+
+@define(eq=False)
+class Reader:
+    """A shared lease beside the scheduler; blocks the reuse of its pages until it is done (R6)."""
+
+    id: LeaseId
+    match: Match
+    is_open: bool = True
+    last_use: Completion | None = None
+
+    @property
+    def kind(self) -> str:
+        """What it is as a blocker of pages."""
+        return "lease"
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it was closed and the work that it had launched has ended."""
+        return not self.is_open and (self.last_use is None or self.last_use.state.is_final)
 
 
 @define(eq=False)

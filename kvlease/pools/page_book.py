@@ -161,7 +161,7 @@ class PageBook:
                 PageQuarantine(
                     pages=self._ended(pages),
                     tier=self._tier,
-                    transfers=[blocker.id for blocker in waiting if blocker.kind != "step"],
+                    transfers=[b.id for b in waiting if b.kind not in ("step", "lease")],
                     steps=[blocker.id for blocker in waiting if blocker.kind == "step"],
                 )
             )

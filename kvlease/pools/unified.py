@@ -6,16 +6,16 @@ in the same call (R14).
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import attrs
 
 from kvlease.errors import LedgerImbalance
 from kvlease.pools.copies import index_tensor, keep_tails
-from kvlease.pools.held import Held, PlannedTransfer
+from kvlease.pools.held import Held, PlannedTransfer, Reader
 from kvlease.pools.memory import Memory, PoolSizes
-from kvlease.pools.page_book import Ledger
+from kvlease.pools.page_book import Blocker, Ledger
 from kvlease.pools.prefix_index import PrefixIndex
 from kvlease.pools.prefix_node import Tail
 from kvlease.pools.prefix_results import Match
@@ -62,7 +62,7 @@ class UnifiedPool:
         self._sink = sink
         self._observer = observer
         self._last_lease = 0
-        self._late_readers: list[tuple[Completion, Match]] = []
+        self._readers: list[Reader] = []
 
     def _lease_id(self) -> LeaseId:
         self._last_lease += 1
@@ -169,12 +169,18 @@ class UnifiedPool:
         if self._sink.audit:
             self._sink.emit(LeaseClose(lease=held.lease.id))
 
-    def lease_prefix(self, root: bytes, tokens: bytes) -> Lease[Shared]:
+    def lease_prefix(
+        self,
+        root: bytes,
+        tokens: bytes,
+        on_close: Callable[[Completion | None], None] | None = None,
+    ) -> Lease[Shared]:
         """Lease the cached pages of a prefix that are on the device or on their way there.
 
         For readers beside the scheduler: nothing is loaded for them, and a layer still being filled
         makes `LayerLease.resolve` wait. Returns the lease, which pins its pages until it is closed;
         it may hold no page at all. No tail is needed to read pages, so none is asked for.
+        ``on_close`` hears of the end, with the last use, once the lease has been given back.
         """
         match = self.index.match(root, tokens, len(tokens) // (4 * self.schema.page_tokens))
         pages = array("i")
@@ -185,14 +191,16 @@ class UnifiedPool:
         carriers = [a.carrier for a in match.arrivals if isinstance(a, PlannedTransfer)]
         pending = [carrier for carrier in carriers if carrier is not None]
         lease_id = self._lease_id()
+        reader = Reader(lease_id, match)
+        self._readers.append(reader)
 
         def give_back(last_use: Completion | None) -> None:
-            if last_use is None or last_use.state.is_final:
-                self.drop(match)
-            else:
-                self._late_readers.append((last_use, match))
+            reader.is_open, reader.last_use = False, last_use
+            self._see_readers_off()
             if self._sink.audit:
                 self._sink.emit(LeaseClose(lease=lease_id))
+            if on_close is not None:
+                on_close(last_use)
 
         if self._sink.audit:
             runs = self.memory.device.runs(pages)
@@ -205,13 +213,25 @@ class UnifiedPool:
         return SharedSource(self.memory.spans, pages, layer, cell)
 
     def reclaim(self) -> None:
-        """Free what has left quarantine, and unpin what late readers are done with (R6)."""
-        if self._late_readers:
-            over = [match for use, match in self._late_readers if use.state.is_final]
-            self._late_readers = [(u, m) for u, m in self._late_readers if not u.state.is_final]
-            for match in over:
-                self.drop(match)
+        """Free what has left quarantine, and unpin what readers are done with (R6)."""
+        self._see_readers_off()
         self.memory.reclaim()
+
+    def _see_readers_off(self) -> None:
+        over = [reader for reader in self._readers if reader.is_settled]
+        if over:
+            self._readers = [reader for reader in self._readers if not reader.is_settled]
+            for reader in over:
+                self.drop(reader.match)
+
+    def lost(self, planned: PlannedTransfer, reason: str, steps: Sequence[Blocker]) -> None:
+        """End a transfer that brought nothing; as `Transfers.lost`.
+
+        Layers of it that had arrived may be open in leases beside the scheduler, so its pages stay
+        in quarantine until those readers are done too (R6).
+        """
+        readers = [reader for reader in self._readers if planned in reader.match.arrivals]
+        self.transfers.lost(planned, reason, (*steps, *readers))
 
     # -- sealing and tails ---------------------------------------------------------------------
 

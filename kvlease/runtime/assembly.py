@@ -39,6 +39,7 @@ from kvlease.runtime.loader import DirectCopier, Loader, loader_mailbox
 from kvlease.runtime.mailbox import Mailbox
 from kvlease.runtime.messages import (
     Cancel,
+    PagesGivenBack,
     SchedulerMessage,
     StepKind,
     StepOrder,
@@ -112,6 +113,11 @@ class Assembly:
         self.scheduler.send_nowait(Submit(request))
         self.num_submitted += 1
         self.open_requests.add(request)
+
+    def pages_given_back(self) -> None:
+        """Let the scheduler plan again; on the Trio thread, nothing happens once it has gone."""
+        if not self.scheduler.is_closed:
+            self.scheduler.send_nowait(PagesGivenBack())
 
     def num_queued(self) -> int:
         """Count requests that wait their turn, those that the scheduler has not seen yet too."""

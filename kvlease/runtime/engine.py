@@ -20,8 +20,9 @@ import trio
 from kvlease.errors import EngineFull, LedgerImbalance, PromptError, RequestFailed
 from kvlease.protocols.config import EngineConfig, SamplingParams
 from kvlease.protocols.ownership import Lease, Shared
-from kvlease.protocols.ports import ModelRunner
+from kvlease.protocols.ports import Completion, ModelRunner
 from kvlease.runtime.assembly import Assembly, EnginePorts, assemble, run_services
+from kvlease.runtime.completions import CompletionBase
 from kvlease.runtime.core import EngineCore
 from kvlease.runtime.counters import Statistics
 from kvlease.runtime.event_log import EventLog
@@ -29,6 +30,7 @@ from kvlease.runtime.mailbox import ask
 from kvlease.runtime.messages import Flush
 from kvlease.runtime.nurseries import one_error
 from kvlease.runtime.request import NO_PARENT, GenerateResult, Request, TokenEvent
+from kvlease.runtime.wake import TrioWaker
 from kvlease.units import RequestId
 
 Prompt = Sequence[int] | bytes
@@ -179,7 +181,16 @@ class Engine:
         Returns a lease to use in a ``with`` block: index it with a layer of ``model.schema`` and
         resolve. It pins the pages and may hold none. No checkpoint.
         """
-        return self._core.pool.lease_prefix(self._core.root, _as_bytes(prompt))
+        return self._core.pool.lease_prefix(self._core.root, _as_bytes(prompt), self._lease_closed)
+
+    def _lease_closed(self, last_use: Completion | None) -> None:
+        """Tell the scheduler once the reader's last use has ended: its pages may be wanted."""
+        tell = self._assembly.pages_given_back
+        if isinstance(last_use, CompletionBase):
+            waker = TrioWaker.current()
+            if last_use.on_final(lambda: waker.post(tell)):
+                return
+        tell()
 
     async def flush(self) -> None:
         """Forget everything cached, because the weights changed; running answers go on.

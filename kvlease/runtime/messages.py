@@ -40,6 +40,11 @@ class Flush:
 
 
 @frozen
+class PagesGivenBack:
+    """Pages came free outside of the scheduler: somebody may be waiting for them."""
+
+
+@frozen
 class KeepTail:
     """Copy a member's state at a boundary into a tail slot right after the step."""
 
@@ -98,4 +103,6 @@ class TransferSettled:
     transfer: Transfer
 
 
-SchedulerMessage: TypeAlias = Submit | Cancel | Flush | StepEnded | TransferEnded | TransferSettled
+SchedulerMessage: TypeAlias = (
+    Submit | Cancel | Flush | PagesGivenBack | StepEnded | TransferEnded | TransferSettled
+)

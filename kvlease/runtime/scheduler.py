@@ -31,6 +31,7 @@ from kvlease.runtime.mailbox import Mailbox
 from kvlease.runtime.messages import (
     Cancel,
     Flush,
+    PagesGivenBack,
     SchedulerMessage,
     StepEnded,
     StepKind,
@@ -123,6 +124,8 @@ class Scheduler(Actor[SchedulerMessage]):
             case Flush():
                 self._core.pool.flush()
                 message.done.send(None)
+            case PagesGivenBack():
+                pass  # the plan that follows is all that is wanted
             case StepEnded():
                 self._settlement.step_ended(message)
             case TransferEnded():

@@ -71,6 +71,8 @@ class Settlement:
     ) -> None:
         before = seq.num_computed
         seq.num_computed += computed
+        if seq.num_computed > seq.recompute_below:
+            seq.num_restarts = 0  # new ground: what failed before is over
         again = min(seq.num_computed, seq.recompute_below) - before
         if again > 0:
             seq.request.recomputed += again
@@ -158,7 +160,7 @@ class Settlement:
             core.counters.failed_transfers += 1
             core.counters.transfer_timeouts += reason == "late"
             under_way = [step for step in core.steps.values() if step is not None]
-            core.pool.transfers.lost(planned, reason, under_way)
+            core.pool.lost(planned, reason, under_way)
         for seq in list(core.running):
             held = seq.held
             if held is None or planned not in held.arrivals:
