@@ -1,8 +1,17 @@
-"""`python -m kvlease`: the command line."""
+"""`kvlease` and `python -m kvlease`: the command line, interruptible from its first moment."""
 
 import sys
 
-from kvlease.services.cli import main
+
+def main() -> int:
+    """Load the command line and run it; an interrupt while it loads is one like any other."""
+    try:
+        from kvlease.services import cli
+    except KeyboardInterrupt:
+        print("kvlease: interrupted before anything was begun", file=sys.stderr)
+        return 130
+    return cli.main()
+
 
 if __name__ == "__main__":
     sys.exit(main())

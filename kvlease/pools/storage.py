@@ -4,11 +4,13 @@ Three kinds of store, all built from the schema alone, one tensor per (layer, co
 shapes and bytes, not who may touch them; only pools hold them.
 """
 
+import math
 from collections.abc import Iterator
 from typing import final
 
 import torch
 
+from kvlease.errors import ConfigError
 from kvlease.protocols.schema import RowFormat, Schema, SpanComponent, TailComponent
 from kvlease.units import LayerId
 
@@ -37,7 +39,14 @@ def poison(rows: torch.Tensor) -> None:
 def _allocate(
     shape: tuple[int, ...], dtype: torch.dtype, device: str, pinned: bool
 ) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
+    try:
+        return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
+    except RuntimeError as error:  # torch has no name of its own for this one
+        gb = math.prod(shape) * dtype.itemsize / 1e9
+        raise ConfigError(
+            f"there is no memory for {gb:,.1f} GB of cache on {device}: give fewer device_pages or"
+            " host_pages"
+        ) from error
 
 
 @final

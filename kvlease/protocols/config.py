@@ -18,6 +18,8 @@ Compute = Literal["model", "none"]
 
 MAX_TIMEOUT_S = 1e9
 """Some thirty years; longer ones do not fit the log's nanoseconds."""
+MAX_PAGES = 2**31 - 1
+"""Page numbers are 32 bits wide in the books."""
 
 
 @frozen
@@ -66,6 +68,10 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {value}; give a number of 1 or more")
         if self.host_pages < 0:
             raise ConfigError(f"host_pages is {self.host_pages}; give 0 (no host tier) or more")
+        for name in ("device_pages", "host_pages"):
+            pages: int = getattr(self, name)
+            if pages > MAX_PAGES:
+                raise ConfigError(f"{name} is {pages}; give {MAX_PAGES} or fewer")
         for name in ("page_tokens", "device_tails", "host_tails", "chunk_tokens"):
             optional: int | None = getattr(self, name)
             if optional is not None and optional < 1:

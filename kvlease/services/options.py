@@ -17,6 +17,8 @@ from kvlease.runtime.event_log import Level
 PRESSED_PAGES = 192
 """Device pages of the built-in workload on the embedded model: too few for 64 sessions, on purpose,
 so that prefixes are evicted and restored."""
+TRACE_DEVICE_PAGES, TRACE_HOST_PAGES = 16384, 65536
+"""Pages without the model's arithmetic: they cost next to nothing then, and fit whole traces."""
 MAX_SESSIONS = 65536
 """More concurrent sessions than this are refused: each is a task of its own."""
 _DEFAULTS = EngineConfig()
@@ -33,7 +35,7 @@ class CommonOptions:
     index_k_format: StoreFormat
     page_tokens: int | None
     device_pages: int | None
-    host_pages: int
+    host_pages: int | None
     tail_every: int
     write_policy: WritePolicy
     eviction: Eviction
@@ -48,6 +50,7 @@ class CommonOptions:
         self,
         *,
         device_pages: int | None = None,
+        host_pages: int | None = None,
         compute: Compute = "model",
         verify: bool = False,
     ) -> EngineConfig:
@@ -55,6 +58,7 @@ class CommonOptions:
 
         Args:
             device_pages: the command's own default, where it has one.
+            host_pages: likewise.
             compute: whether the model's arithmetic is done.
             verify: makes the run exact and keeps a hash of every row of logits.
 
@@ -73,7 +77,7 @@ class CommonOptions:
             index_k_format=self.index_k_format,
             page_tokens=self.page_tokens,
             device_pages=_first(self.device_pages, device_pages, _DEFAULTS.device_pages),
-            host_pages=self.host_pages,
+            host_pages=_first(self.host_pages, host_pages, _DEFAULTS.host_pages),
             tail_every=self.tail_every,
             write_policy=self.write_policy,
             eviction=self.eviction,
@@ -112,11 +116,13 @@ class RunOptions:
 
     def config(self) -> EngineConfig:
         """Build the engine's configuration; raises ConfigError."""
-        is_built_in = self.trace is None and self.common.model is None and self.compute == "model"
+        if self.compute == "none":
+            return self.common.config(
+                device_pages=TRACE_DEVICE_PAGES, host_pages=TRACE_HOST_PAGES, compute="none"
+            )
+        is_built_in = self.trace is None and self.common.model is None
         return self.common.config(
-            device_pages=PRESSED_PAGES if is_built_in else None,
-            compute=self.compute,
-            verify=self.verify,
+            device_pages=PRESSED_PAGES if is_built_in else None, verify=self.verify
         )
 
 
@@ -210,15 +216,16 @@ def _add_cache(cache: "argparse._ArgumentGroup") -> None:
         "--device-pages",
         type=int,
         metavar="N",
-        help=f"size of the device tier (default: {_DEFAULTS.device_pages}; "
-        f"{PRESSED_PAGES} for run's built-in workload, to press it)",
+        help=f"size of the device tier (default: {_DEFAULTS.device_pages}; for run "
+        f"{PRESSED_PAGES} with the built-in workload, to press it, and {TRACE_DEVICE_PAGES} with "
+        "--compute none, to fit whole traces)",
     )
     cache.add_argument(
         "--host-pages",
         type=int,
         metavar="N",
-        default=_DEFAULTS.host_pages,
-        help="size of the host tier, 0 for none (default: %(default)s)",
+        help=f"size of the host tier, 0 for none (default: {_DEFAULTS.host_pages}; "
+        f"{TRACE_HOST_PAGES} with --compute none)",
     )
     cache.add_argument(
         "--tail-every",

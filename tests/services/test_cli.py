@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvlease import __main__ as entry
 from kvlease.errors import BadInput, LedgerImbalance, RequestFailed
 from kvlease.services import cli
 from kvlease.services.options import RunOptions
@@ -63,17 +64,21 @@ def test_exact_is_the_default_on_the_cpu_and_follows_verify(line: str, exact: bo
 
 
 @pytest.mark.parametrize(
-    ("line", "pages"),
+    ("line", "device", "host"),
     [
-        ("run", 192),
-        ("run --device-pages 70", 70),
-        ("run --compute none", 512),
-        ("run --trace x", 512),
-        ("run --model x", 512),
+        ("run", 192, 2048),
+        ("run --device-pages 70 --host-pages 0", 70, 0),
+        ("run --compute none", 16384, 65536),
+        ("run --compute none --device-pages 70 --host-pages 0", 70, 0),
+        ("run --trace x", 512, 2048),
+        ("run --model x", 512, 2048),
     ],
 )
-def test_the_built_in_workload_presses_the_device_tier(line: str, pages: int) -> None:
-    assert options_of(line).config().device_pages == pages
+def test_the_tiers_press_the_built_in_workload_and_fit_whole_traces(
+    line: str, device: int, host: int
+) -> None:
+    config = options_of(line).config()
+    assert (config.device_pages, config.host_pages) == (device, host)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +100,8 @@ def test_a_log_file_is_an_audit_log_by_default(line: str, level: str) -> None:
         ("run --sessions -4", "sessions is -4"),
         ("run --device-pages -1", "device_pages is -1"),
         ("run --host-pages -1", "host_pages is -1"),
+        ("run --host-pages 99999999999", "host_pages is 99999999999; give 2147483647 or fewer"),
+        ("run --device-pages 2147483647 --page-tokens 32768", "cache on cpu: give fewer"),
         ("run --page-tokens 0", "page_tokens is 0"),
         ("run --tail-every 0", "tail_every is 0"),
         ("run --turns 0", "turns is 0"),
@@ -160,6 +167,19 @@ def test_a_bad_trace_line_leaves_nothing(
     assert f"{path}:1: Expected `object`" in refused(argv, capsys)
     assert not log.exists()
     assert not report.exists()
+
+
+def test_an_interrupt_while_the_command_line_loads_is_one_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(name: str, *_args: object) -> object:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.__import__", interrupted)
+        status = entry.main()
+    assert status == 130
+    assert capsys.readouterr().err == "kvlease: interrupted before anything was begun\n"
 
 
 def test_help_teaches_and_version_tells(capsys: pytest.CaptureFixture[str]) -> None:
