@@ -1,6 +1,6 @@
 """Hits of a whole trace equal an independent simulation, request by request.
 
-In the suite 2,000 requests of the public trace with lengths divided by 8 and pages of 256 tokens;
+In the suite 2,000 requests of the public trace with lengths divided by 16 and pages of 256 tokens;
 the whole trace, undivided, with pages of 512 tokens as a command (some 20 minutes):
 ``pytest -s tests/runtime/test_trace_simulation.py --full``.
 """
@@ -38,8 +38,8 @@ async def test_hits_equal_the_simulation(is_roomy: bool, is_full: bool) -> None:
     """If one request differs, the index matches, stamps or evicts otherwise than defined."""
     if not TRACE.exists():
         pytest.skip("the public trace is not beside the checkout")
-    limit, scale, page_tokens = (None, 1, 512) if is_full else (2000, 8, 256)
-    small, large = (10_000, 50_000) if is_full else (400, 3_000)
+    limit, scale, page_tokens = (None, 1, 512) if is_full else (2000, 16, 256)
+    small, large = (10_000, 50_000) if is_full else (400, 1_500)
     num_pages = large if is_roomy else small
     simulation = Simulation(num_pages, page_tokens)
     config = EngineConfig(
