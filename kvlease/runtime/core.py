@@ -50,8 +50,9 @@ class EngineCore:
         self.identity = identity
         self.root = identity.root()
         self.counters = counters
-        self.estimates = Estimates(is_choosing=config.load_or_recompute)
         arithmetic = config.compute == "model"
+        # Without arithmetic, computing again costs nothing and would always win: always load then.
+        self.estimates = Estimates(is_choosing=config.load_or_recompute and arithmetic)
         self.chunk_tokens = config.chunk_tokens or (256 if arithmetic else 65536)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
