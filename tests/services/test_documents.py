@@ -32,6 +32,15 @@ def test_the_readme_example_runs() -> None:
     assert "hit_device" in run(["-c", example])
 
 
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/rules.md"])
+def test_every_path_that_a_document_names_is_there(name: str) -> None:
+    """A rule whose place has moved away is a rule that nobody can check."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    named = re.findall(r"`((?:kvlease|tests|docs|examples|benchmarks)/[\w/.]+)`", text)
+    linked = re.findall(r"\]\((?!https?:)([^)]+)\)", text)
+    assert [path for path in named + linked if not (ROOT / path).exists()] == []
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_runs(path: object) -> None:
     assert "384 of 401 prompt tokens were cached" in run([str(path)])
