@@ -77,16 +77,32 @@ def _check(options: RunOptions | GenerateOptions) -> None:
 
 @contextmanager
 def _open_log(common: CommonOptions) -> "Generator[EventLog, None, None]":
-    """Open the log for a command; wrong input leaves none behind."""
+    """Open the log for a command; wrong input leaves none behind, and an older log as it was."""
     from kvlease.runtime.event_log import open_event_log
 
+    path = None if common.log is None else Path(common.log)
+    older = _set_aside(path) if path is not None and path.is_file() else None
     try:
         with open_event_log(common.log, common.log_level) as log:
             yield log
     except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
-        if common.log is not None and any(isinstance(leaf, BadInput) for leaf in _leaves(error)):
-            Path(common.log).unlink(missing_ok=True)
+        if path is not None and any(isinstance(leaf, BadInput) for leaf in _leaves(error)):
+            path.unlink(missing_ok=True)
+            if older is not None:
+                older.replace(path)
         raise
+    finally:
+        if older is not None:
+            older.unlink(missing_ok=True)
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename an older log until it is clear that the new run begins; return its other name."""
+    older = path.with_name(f"{path.name}.older")
+    try:
+        return path.replace(older)
+    except OSError as error:
+        raise BadInput(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _settle_threads(common: CommonOptions) -> None:

@@ -246,3 +246,17 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
             timeout=60,
         )
     assert b"Traceback" not in done.stderr
+
+
+def test_wrong_input_leaves_an_older_log_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mistyped flag must not cost the log of the incident that is being looked into."""
+    log = tmp_path / "incident.jsonl"
+    log.write_text("the only copy\n")
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("not json\n")
+    line = ["run", "--trace", str(trace), "--compute", "none", "--log", str(log)]
+    assert "trace.jsonl:1:" in refused(line, capsys)
+    assert log.read_text() == "the only copy\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["incident.jsonl", "trace.jsonl"]
