@@ -4,6 +4,7 @@ Built once a step and shared by all layers, so that resolving a ready layer allo
 handles and nothing else. The tensors belong to the step until its last use (R13).
 """
 
+from array import array
 from collections.abc import Sequence
 from typing import final
 
@@ -29,15 +30,19 @@ class StepTables:
 
     def __init__(self, members: Sequence[SequenceLease]) -> None:
         """Copies what it needs from the members; later changes to their tables do not reach it."""
-        width = max((len(member.pages) for member in members), default=0)
-        table = np.zeros((len(members), width), dtype=np.int64)
-        for row, member in enumerate(members):
-            table[row, : len(member.pages)] = np.frombuffer(member.pages, dtype=np.int32)
-        # numpy, because torch lets the interpreter lock go in every call, and a busy stream worker
-        # takes it for milliseconds.
+        slots = [member.slot for member in members]
+        sealed = [member.sealed for member in members]
+        nbytes = 4 * max((len(member.pages) for member in members), default=0)
+        rows = [member.pages.tobytes().ljust(nbytes, b"\0") for member in members]
+        # A numpy call for each member would be most of what the gate costs. And no torch call,
+        # because torch lets the interpreter lock go in each, and a busy stream worker takes it for
+        # milliseconds.
+        pages = np.frombuffer(b"".join(rows), dtype=np.int32)
+        table = pages.reshape(len(members), nbytes // 4).astype(np.int64)
+        numbers = np.frombuffer(array("q", slots + sealed), dtype=np.int64)
         self.table = torch.from_numpy(table)
-        self.slots = torch.from_numpy(np.array([m.slot for m in members], dtype=np.int64))
-        self._sealed = np.array([m.sealed for m in members], dtype=np.int64)
+        self.slots = torch.from_numpy(numbers[: len(members)])
+        self._sealed = numbers[len(members) :]
         self._floors: dict[int, torch.Tensor] = {}
 
     def floor(self, rows_per_page: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ not know what memory is; a base may be a tensor or anything else.
 
 from typing import final
 
-from attrs import frozen
+import msgspec
 
 
 @final
@@ -115,59 +115,51 @@ class SlotRows:
         self._epoch = cell.epoch
 
 
-@frozen
-class CompressorRows:
+class CompressorRows(msgspec.Struct, frozen=True):
     """A compressor's running state: kv in the compute dtype, gates in fp32 or wider."""
 
     kv: SlotRows
     gate: SlotRows
 
 
-@frozen
-class SparseView:
+class SparseView(msgspec.Struct, frozen=True):
     """A compressed-sparse layer, read only: latent rows and index keys of sealed pages."""
 
     latent: PagedRows
     index_k: PagedRows
 
 
-@frozen
-class HeavyView:
+class HeavyView(msgspec.Struct, frozen=True):
     """A heavily-compressed layer, read only: latent rows of sealed pages."""
 
     latent: PagedRows
 
 
-@frozen
-class SlidingView:
+class SlidingView(msgspec.Struct, frozen=True):
     """A sliding-window layer, read only: it keeps nothing per page."""
 
 
-@frozen
-class DenseView:
+class DenseView(msgspec.Struct, frozen=True):
     """A grouped-query layer, read only: keys and values of sealed pages."""
 
     k: PagedRows
     v: PagedRows
 
 
-@frozen
-class IndexedView:
+class IndexedView(msgspec.Struct, frozen=True):
     """A multi-head-latent layer with an indexer, read only (DeepSeek-V3.2, GLM-5)."""
 
     latent: PagedRows
     index_k: PagedRows
 
 
-@frozen
-class SlidingStepView:
+class SlidingStepView(msgspec.Struct, frozen=True):
     """A sliding-window layer inside a step: the sequences' window rings."""
 
     window: SlotRows
 
 
-@frozen
-class SparseStepView:
+class SparseStepView(msgspec.Struct, frozen=True):
     """A compressed-sparse layer inside a step: reads, the open page, and the running state."""
 
     window: SlotRows
@@ -179,8 +171,7 @@ class SparseStepView:
     index_compressor: CompressorRows
 
 
-@frozen
-class HeavyStepView:
+class HeavyStepView(msgspec.Struct, frozen=True):
     """A heavily-compressed layer inside a step: reads, the open page, and the running state."""
 
     window: SlotRows
@@ -189,8 +180,7 @@ class HeavyStepView:
     compressor: CompressorRows
 
 
-@frozen
-class DenseStepView:
+class DenseStepView(msgspec.Struct, frozen=True):
     """A grouped-query layer inside a step: reads and the open page."""
 
     k: PagedRows
@@ -199,8 +189,7 @@ class DenseStepView:
     v_open: OpenRows
 
 
-@frozen
-class IndexedStepView:
+class IndexedStepView(msgspec.Struct, frozen=True):
     """A multi-head-latent layer with an indexer inside a step: reads and the open page."""
 
     latent: PagedRows
