@@ -1,0 +1,163 @@
+"""What the event log costs: a run with its log at level audit in a file, against one without.
+
+Run from the checkout: ``python benchmarks/log_cost.py``. The built-in tool-agent sessions are
+served in pairs of runs, audit and off, in alternating order, so that both meet the same noise: with
+the embedded model's arithmetic, and without any (``compute none``), where the log stands out most.
+
+Where other processes share the cores, wall times of two equal runs differ by more than the log
+costs. So each pair gives two figures: what audit adds to wall time, and what it adds to the CPU
+time of all threads but the one that computes, over the wall time of the run without a log. Logging
+is done by those threads; the second figure is what the log would cost if nothing of it overlapped
+with computing, and the bound is held against it.
+"""
+
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import torch
+import trio
+from attrs import define, frozen
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(CHECKOUT))
+
+from _report import Report, Spread, make_parser  # noqa: E402  (run from a checkout)
+
+from kvlease.protocols.config import Compute, EngineConfig  # noqa: E402
+from kvlease.protocols.ports import ModelRunner  # noqa: E402
+from kvlease.runtime.engine import open_engine  # noqa: E402
+from kvlease.runtime.event_log import Level, open_event_log  # noqa: E402
+from kvlease.runtime.models import load  # noqa: E402
+from kvlease.services.driver import Driver  # noqa: E402
+from kvlease.services.options import PRESSED_PAGES  # noqa: E402
+from kvlease.services.workload import WorkloadShape, tool_agent_sessions  # noqa: E402
+
+PAGE_TOKENS = 64
+PAIR: tuple[Level, Level] = ("audit", "off")
+
+
+@define
+class Served:
+    """One run: seconds by the clock, CPU seconds beside the computing thread, events, tokens."""
+
+    wall_s: float = 0.0
+    beside_s: float = 0.0
+    events: int = 0
+    output_tokens: int = 0
+
+
+def cpu_beside_compute() -> float:
+    """Return the CPU seconds of this process less those of the stream worker that computes."""
+    named = (thread for thread in threading.enumerate() if thread.name == "kvlease-compute")
+    ident = next(named).ident
+    assert ident is not None, "an open engine's worker is running"
+    return time.process_time() - time.clock_gettime(time.pthread_getcpuclockid(ident))
+
+
+@contextmanager
+def timing(served: Served) -> Iterator[None]:
+    """Add a block's times to a run."""
+    wall_s, beside_s = time.perf_counter(), cpu_beside_compute()
+    yield
+    served.wall_s += time.perf_counter() - wall_s
+    served.beside_s += cpu_beside_compute() - beside_s
+
+
+@frozen
+class Workload:
+    """What every run serves: sessions, their shape, and the engine they are served by."""
+
+    sessions: int
+    shape: WorkloadShape
+    runner: ModelRunner | None
+    config: EngineConfig
+
+    async def serve(self, level: Level, folder: Path) -> Served:
+        """Serve all sessions on a fresh engine."""
+        path = None if level == "off" else folder / "events.kvlog"
+        served = Served()
+        with open_event_log(path, level) as log:
+            async with open_engine(self.runner, self.config, log=log) as engine:
+                driver = Driver(engine, self.config.request_timeout_s)
+                vocab_size = engine.model.vocab_size
+                sessions = list(tool_agent_sessions(self.sessions, self.shape, vocab_size, 0))
+                with timing(served):
+                    await driver.serve(sessions, self.sessions)
+            assert not driver.tally.complaints, driver.tally.complaints
+            assert log.complete, "the file has to have every event"
+            served.events = log.statistics().events
+        served.output_tokens = driver.tally.output_tokens
+        return served
+
+
+def make_workload(sessions: int, turns: int, compute: Compute) -> Workload:
+    """Press the device tier as `kvlease run` does; fewer sessions need a larger share of it."""
+    config = EngineConfig(
+        compute=compute,
+        page_tokens=PAGE_TOKENS,
+        device_pages=PRESSED_PAGES if sessions >= 64 else 48 + PRESSED_PAGES * sessions // 64,
+        max_sessions=sessions,
+    )
+    # Loaded once: the built-in runner of ``compute none`` is made by the engine itself.
+    runner = load(None, config).runner if compute == "model" else None
+    return Workload(sessions, WorkloadShape(turns=turns, pause_s=0.0), runner, config)
+
+
+async def compare(workload: Workload, pairs: int) -> dict[Level, list[Served]]:
+    """Serve in pairs, in the order audit, off, off, audit, and so on; the first pair warms up."""
+    runs: dict[Level, list[Served]] = {level: [] for level in PAIR}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(pairs + 1):
+            for level in PAIR if number % 2 else reversed(PAIR):
+                served = await workload.serve(level, Path(folder))
+                if number:
+                    runs[level].append(served)
+    return runs
+
+
+def tell(name: str, runs: dict[Level, list[Served]], report: Report) -> Spread:
+    """Print one comparison; return the CPU time that audit adds, in percent of wall time."""
+    both = list(zip(runs["audit"], runs["off"], strict=True))
+    wall = [100 * (audit.wall_s / off.wall_s - 1) for audit, off in both]
+    beside = [100 * (audit.beside_s - off.beside_s) / off.wall_s for audit, off in both]
+    report.row(f"{name}: a run without the log", Spread.of([off.wall_s for _, off in both]), "s")
+    report.row(f"{name}: added to wall time", Spread.of(wall), "%")
+    report.row(f"{name}: CPU added beside compute, of wall", Spread.of(beside), "%")
+    per_token = [audit.events / audit.output_tokens for audit, _ in both]
+    report.row(f"{name}: events an output token", Spread.of(per_token), "")
+    return Spread.of(beside)
+
+
+async def count_events(workload: Workload) -> float:
+    """Return the events an output token of one run at level audit."""
+    with tempfile.TemporaryDirectory() as folder:
+        served = await workload.serve("audit", Path(folder))
+    return served.events / served.output_tokens
+
+
+def main() -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--pairs", type=int, default=6, help="pairs of runs (default 6)")
+    parser.add_argument("--sessions", type=int, default=16, help="of those pairs (default 16)")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    about = {"pairs": options.pairs, "sessions": options.sessions, "page tokens": PAGE_TOKENS}
+    report = Report("log_cost", about)
+    per_token = trio.run(count_events, make_workload(64, 3, "model"))
+    report.target("kvlease run, 64 sessions: events an output token", per_token, 2.0)
+    pairs = trio.run(compare, make_workload(options.sessions, 3, "model"), options.pairs)
+    cost = tell("compute on", pairs, report)
+    report.target("compute on: cost, % of wall time", cost.median, 3.0)
+    pairs = trio.run(compare, make_workload(64, 3, "none"), options.pairs)
+    tell("compute none", pairs, report)
+    return report.finish(cast("Path | None", options.json))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
