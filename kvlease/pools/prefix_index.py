@@ -153,6 +153,12 @@ class PrefixIndex:
             tree.join_path(below)
         return released
 
+    def abandon(self, cursor: Cursor) -> Released:
+        """End a cursor whose match came to nothing: as `release`, and it counts as no hit."""
+        for node in path_to(cursor.node):
+            node.hits = max(0, node.hits - 1)
+        return self.release(cursor)
+
     def rewind(self, cursor: Cursor, num_pages: int) -> Released:
         """Move a cursor up to a boundary on its own path; what was below loses its pin.
 

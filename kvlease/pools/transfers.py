@@ -187,7 +187,9 @@ class Transfers:
     def _host_room(self, num_pages: int) -> None:
         host = self._memory.host
         host.reclaim()
-        if num_pages > host.available:
+        counts = self._index.statistics()
+        evictable = counts.host_pages - counts.host_pages_pinned
+        if host.available < num_pages <= host.available + evictable:
             self._evict_host(num_pages - host.available)
         if num_pages > host.available:
             raise PagesUnavailable(

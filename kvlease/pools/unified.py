@@ -27,6 +27,7 @@ from kvlease.protocols.event_pages import LeaseClose, LeaseOpen, PageEvict, Page
 from kvlease.protocols.ownership import (
     GateObserver,
     Lease,
+    PendingTransfer,
     Readiness,
     SequenceLease,
     Shared,
@@ -75,8 +76,8 @@ class UnifiedPool:
         return self.index.match(root, tokens, limit_pages)
 
     def drop(self, match: Match) -> None:
-        """Unpin a match that will not be used."""
-        self.memory.take_back(self.index.release(match.cursor))
+        """Unpin a match that will not be used; it counts as no hit."""
+        self.memory.take_back(self.index.abandon(match.cursor))
 
     def room(self, num_pages: int) -> bool:
         """Make pages available on the device by evicting, leaf first; say whether it worked.
@@ -86,6 +87,8 @@ class UnifiedPool:
         """
         device = self.memory.device
         device.reclaim()
+        if not self.could_have(num_pages):
+            return False  # evicting would empty the cache and still not be enough
         short = num_pages - device.available
         if short > 0:
             released = self.index.evict_device(short, not self.spares_last_copies)
@@ -179,7 +182,7 @@ class UnifiedPool:
 
         For readers beside the scheduler: nothing is loaded for them, and a layer still being filled
         makes `LayerLease.resolve` wait. Returns the lease, which pins its pages until it is closed;
-        it may hold no page at all. No tail is needed to read pages, so none is asked for.
+        it may hold no page at all. It ends where a request could resume, at a kept tail.
         ``on_close`` hears of the end, with the last use, once the lease has been given back.
         """
         match = self.index.match(root, tokens, len(tokens) // (4 * self.schema.page_tokens))
@@ -188,8 +191,13 @@ class UnifiedPool:
             if page < 0:
                 break
             pages.append(page)
-        carriers = [a.carrier for a in match.arrivals if isinstance(a, PlannedTransfer)]
-        pending = [carrier for carrier in carriers if carrier is not None]
+        pending: list[PendingTransfer] = []
+        for arrival in match.arrivals:
+            assert isinstance(arrival, PlannedTransfer), "only the planner attaches arrivals"
+            assert arrival.carrier is not None, (
+                "a transfer is handed over in the call that plans it"
+            )
+            pending.append(arrival.carrier)
         lease_id = self._lease_id()
         reader = Reader(lease_id, match)
         self._readers.append(reader)
@@ -362,6 +370,10 @@ class UnifiedPool:
                     f"{book.name}: {attrs.asdict(ledger)} but holders name"
                     f" {expected[book.name]} (held, sealed)"
                 )
+        if not (held or self._readers or self.transfers.unsettled):
+            pinned = counts.device_pages_pinned + counts.host_pages_pinned
+            if pinned:
+                raise LedgerImbalance(f"{pinned} pages are pinned although nobody holds any")
         reserved = sum(one.reservation.remaining for one in held)
         if memory.device.ledger().reserved != reserved:
             raise LedgerImbalance(f"device pages: {reserved} promised to sequences, book differs")

@@ -293,6 +293,7 @@ class StepLease:
         "_grantor",
         "_position",
         "_readiness",
+        "_was_ready",
         "cell",
         "id",
         "members",
@@ -323,6 +324,12 @@ class StepLease:
         self._grantor = grantor
         pending = (transfer for member in members for transfer in member.pending)
         self._readiness = Readiness(num_layers, pending, observer)
+        self._was_ready = self._readiness.ready_through >= num_layers
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether nothing was still filling its members' pages when the step was leased."""
+        return self._was_ready
 
     @property
     def ready_through_layer(self) -> int:

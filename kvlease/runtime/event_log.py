@@ -35,8 +35,6 @@ FLUSH_BYTES = 1 << 16
 """A buffer of this size is handed to the writer at once (some 600 events)."""
 MAX_BYTES = 1 << 26
 """Events are dropped while this many bytes wait for the disk (some 600,000 events)."""
-LAST_WRITE_S = 30.0
-"""How long the writer may take over what is left when it is cancelled."""
 FLUSH_EVERY_S = 1.0
 """A quiet log still reaches its file after this time."""
 
@@ -201,7 +199,8 @@ class EventLog:
                 await self._write_out()
         finally:
             self._token = None
-            with trio.move_on_after(LAST_WRITE_S, shield=True):
+            # A write in its thread cannot be called off; the last one is waited for, however long.
+            with trio.CancelScope(shield=True):
                 await self._write_out()
 
     async def _write_out(self) -> None:

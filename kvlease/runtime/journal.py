@@ -27,7 +27,7 @@ from kvlease.protocols.event_work import (
 )
 from kvlease.protocols.ports import SampledToken
 from kvlease.runtime.counters import Counters
-from kvlease.runtime.messages import StepOrder
+from kvlease.runtime.messages import StepKind, StepOrder
 from kvlease.runtime.transfer import Transfer
 from kvlease.units import LayerId, LeaseId, TransferId
 
@@ -150,42 +150,65 @@ class GateJournal:
             )
 
 
-def step_done(
-    sink: EventSink, order: StepOrder, tokens: tuple[tuple[SampledToken, ...], ...]
-) -> None:
-    """Write what a verified step read and published."""
-    if not sink.audit:
-        return
-    step = order.inputs.step
-    _step_read(sink, order)
-    rows = [
-        Row(
-            seq.request.id,
-            seq.require_held().lease.id,
-            part.start,
-            len(part.tokens) + max(0, len(drawn) - 1),
-            len(drawn),
-        )
-        for seq, part, drawn in zip(order.members, order.inputs.sequences, tokens, strict=True)
-    ]
-    sink.emit(StepDone(step=step, read=step, rows=rows, kind=order.phase))
+@final
+class StepJournal:
+    """Writes what steps read and published.
 
+    Most decode steps read what the one before them read: the same leases, every layer ready. Such
+    a step names the earlier ``step.read`` instead of writing one of its own.
+    """
 
-def step_discarded(sink: EventSink, order: StepOrder, error: Exception | None) -> None:
-    """Write that a step publishes nothing, and why."""
-    if sink.normal:
-        if sink.audit:
-            _step_read(sink, order)
-        reason = "cancelled" if error is None else str(error)
-        step = order.inputs.step
-        sink.emit(StepDiscarded(step=step, read=step, reason=reason))
+    def __init__(self, sink: EventSink) -> None:
+        """Borrows the log."""
+        self._sink = sink
+        self._last: dict[StepKind, tuple[list[LeaseId], int]] = {}
 
+    def step_done(
+        self,
+        order: StepOrder,
+        tokens: tuple[tuple[SampledToken, ...], ...],
+        published: list[int],
+    ) -> None:
+        """Write a verified step: what it read, and per member how many tokens were handed over."""
+        if not self._sink.audit:
+            return
+        rows = [
+            Row(
+                seq.request.id,
+                seq.require_held().lease.id,
+                part.start,
+                len(part.tokens) + max(0, len(drawn) - 1),
+                count,
+            )
+            for seq, part, drawn, count in zip(
+                order.members, order.inputs.sequences, tokens, published, strict=True
+            )
+        ]
+        read = self._read(order)
+        self._sink.emit(StepDone(step=order.inputs.step, read=read, rows=rows, kind=order.phase))
 
-def _step_read(sink: EventSink, order: StepOrder) -> None:
-    """One line for all layers that the step opened, run by run of equal log position."""
-    opens = [
-        Opening(seq.require_held().lease.id, first, count, after)
-        for seq in order.members
-        for first, count, after in order.lease.opened
-    ]
-    sink.emit(StepRead(step=order.inputs.step, opens=opens))
+    def step_discarded(self, order: StepOrder, error: Exception | None) -> None:
+        """Write that a step publishes nothing, and why."""
+        if self._sink.normal:
+            read = self._read(order) if self._sink.audit else 0
+            reason = "cancelled" if error is None else str(error)
+            step = order.inputs.step
+            self._sink.emit(StepDiscarded(step=step, read=read, reason=reason))
+
+    def _read(self, order: StepOrder) -> int:
+        """Return the step whose ``step.read`` says what this one opened, writing it if needed."""
+        step, leases = order.inputs.step, [seq.require_held().lease.id for seq in order.members]
+        if order.lease.was_ready:
+            last = self._last.get(order.phase)
+            if last is not None and last[0] == leases:
+                return last[1]
+            self._last[order.phase] = leases, step
+        else:
+            self._last.pop(order.phase, None)
+        opens = [
+            Opening(lease, first, count, after)
+            for lease in leases
+            for first, count, after in order.lease.opened
+        ]
+        self._sink.emit(StepRead(step=step, opens=opens))
+        return step

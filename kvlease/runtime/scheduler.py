@@ -128,6 +128,8 @@ class Scheduler(Actor[SchedulerMessage]):
                 pass  # the plan that follows is all that is wanted
             case StepEnded():
                 self._settlement.step_ended(message)
+                for seq in message.order.members:
+                    self._has_ended(seq.request.id)
             case TransferEnded():
                 self._settlement.transfer_ended(message.transfer)
             case TransferSettled():

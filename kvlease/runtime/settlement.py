@@ -15,7 +15,7 @@ from kvlease.protocols.events import RequestFailed as RequestFailedEvent
 from kvlease.protocols.events import RequestFinished, RequestPreempted
 from kvlease.protocols.ports import CompletionState, SampledToken
 from kvlease.runtime.core import EngineCore
-from kvlease.runtime.journal import step_discarded, step_done
+from kvlease.runtime.journal import StepJournal
 from kvlease.runtime.messages import KeepTail, StepEnded, StepOrder
 from kvlease.runtime.request import TokenEvent
 from kvlease.runtime.sequence import Phase, Sequence
@@ -36,6 +36,7 @@ class Settlement:
     def __init__(self, core: EngineCore) -> None:
         """Borrows the core for the life of the engine."""
         self._core = core
+        self._journal = StepJournal(core.sink)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -50,12 +51,23 @@ class Settlement:
         if ended.tokens is None:
             self._discard(order, ended.error)
             return
-        step_done(core.sink, order, ended.tokens)
         self._learn_rate(order)
+        before = [len(seq.request.output) for seq in order.members]
+        reasons = [
+            self._publish(seq, drawn) if drawn and seq.ending is None else None
+            for seq, drawn in zip(order.members, ended.tokens, strict=True)
+        ]
+        published = [
+            len(seq.request.output) - had for seq, had in zip(order.members, before, strict=True)
+        ]
+        self._journal.step_done(order, ended.tokens, published)
         keeps = {keep.member: keep for keep in order.keeps}
         for member, (seq, drawn) in enumerate(zip(order.members, ended.tokens, strict=True)):
             computed = len(order.inputs.sequences[member].tokens) + max(0, len(drawn) - 1)
-            self._advance(seq, computed, drawn, keeps.get(member))
+            self._advance(seq, computed, keeps.get(member), reasons[member])
+            if drawn and seq.phase is Phase.PREFILL:
+                seq.phase = Phase.DECODE
+                self._store(seq)
 
     def _learn_rate(self, order: StepOrder) -> None:
         if order.phase == "prefill":
@@ -66,9 +78,10 @@ class Settlement:
         self,
         seq: Sequence,
         computed: int,
-        drawn: tuple[SampledToken, ...],
         keep: KeepTail | None,
+        reason: str | None,
     ) -> None:
+        """Count what a step computed, seal it, and end the sequence if it is complete."""
         before = seq.num_computed
         seq.num_computed += computed
         if seq.num_computed > seq.recompute_below:
@@ -78,15 +91,10 @@ class Settlement:
             seq.request.recomputed += again
         held = seq.require_held()
         held.lease.commit(seq.num_computed)
-        reason = self._publish(seq, drawn) if drawn and seq.ending is None else None
         self._seal(seq, keep)
         if seq.ending is not None or reason is not None:
             self.retire(seq, reason)
-            return
-        starts_decode = bool(drawn) and seq.phase is Phase.PREFILL
-        if drawn:
-            seq.phase = Phase.DECODE
-        if starts_decode or held.unstored_pages >= STORE_PAGES:
+        elif held.unstored_pages >= STORE_PAGES:
             self._store(seq)
 
     def _publish(self, seq: Sequence, drawn: tuple[SampledToken, ...]) -> str | None:
@@ -118,8 +126,8 @@ class Settlement:
         if keep.boundary > held.lease.sealed * seq.page_tokens:
             core.pool.free_tail_slot(keep.tail_slot)
             return
-        stays = seq.keeps_tail(keep.boundary, core.config.tail_every)
-        rolling = seq.phase is Phase.DECODE and not stays
+        by_policy = keep.boundary // seq.page_tokens % core.config.tail_every == 0
+        rolling = seq.phase is Phase.DECODE and not by_policy
         tail = core.pool.put_tail(held, keep.boundary, keep.tail_slot, rolling=rolling)
         if tail is not None and not rolling:
             held.unstored_tails.append(tail)
@@ -128,7 +136,7 @@ class Settlement:
         """Publish nothing of a step; its sequences start over from what is sealed (R2)."""
         core = self._core
         core.counters.discarded_steps += 1
-        step_discarded(core.sink, order, error)
+        self._journal.step_discarded(order, error)
         for keep in order.keeps:
             core.pool.free_tail_slot(keep.tail_slot)
         # A load that failed is nobody's own making, least of all that of those beside it.
