@@ -30,19 +30,19 @@ class StepTables:
 
     def __init__(self, members: Sequence[SequenceLease]) -> None:
         """Copies what it needs from the members; later changes to their tables do not reach it."""
+        tables = [member.pages for member in members]
+        size, width = len(members), max(map(len, tables), default=0)
+        rows = [pages.tobytes().ljust(4 * width, b"\0") for pages in tables]
         slots = [member.slot for member in members]
         sealed = [member.sealed for member in members]
-        nbytes = 4 * max((len(member.pages) for member in members), default=0)
-        rows = [member.pages.tobytes().ljust(nbytes, b"\0") for member in members]
-        # A numpy call for each member would be most of what the gate costs. And no torch call,
-        # because torch lets the interpreter lock go in each, and a busy stream worker takes it for
-        # milliseconds.
-        pages = np.frombuffer(b"".join(rows), dtype=np.int32)
-        table = pages.reshape(len(members), nbytes // 4).astype(np.int64)
-        numbers = np.frombuffer(array("q", slots + sealed), dtype=np.int64)
-        self.table = torch.from_numpy(table)
-        self.slots = torch.from_numpy(numbers[: len(members)])
-        self._sealed = numbers[len(members) :]
+        # All numbers of the batch in one array of numpy's: a call for each member would be most of
+        # what the gate costs. And not of torch's, which lets the interpreter lock go in every call,
+        # and a busy stream worker takes it for milliseconds.
+        packed = b"".join([*rows, array("i", slots + sealed)])
+        numbers = np.frombuffer(packed, dtype=np.int32).astype(np.int64)
+        self.table = torch.from_numpy(numbers[: size * width].reshape(size, width))
+        self.slots = torch.from_numpy(numbers[size * width : -size])
+        self._sealed = numbers[-size:]
         self._floors: dict[int, torch.Tensor] = {}
 
     def floor(self, rows_per_page: int) -> torch.Tensor:
