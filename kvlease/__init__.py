@@ -6,6 +6,8 @@ Public names load on first use, so that ``import kvlease`` brings in no torch.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from kvlease.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from kvlease.errors import BadInput as BadInput
     from kvlease.errors import EngineFull as EngineFull
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from kvlease.runtime.engine import open_engine as open_engine
     from kvlease.runtime.event_log import EventLog as EventLog
 
-__version__ = "0.1.0"
 
 _HOMES = {
     "BadInput": "kvlease.errors",

@@ -39,10 +39,6 @@ class LeaseMoved(UsageError):
     """A lease was used after it was closed, frozen, or sent away."""
 
 
-class BorrowConflict(UsageError):
-    """Exclusive access was asked for while others hold the pages, or the reverse."""
-
-
 class LayoutMismatch(UsageError):
     """Shape, dtype or stride of rows disagree with the pool's."""
 

@@ -128,7 +128,6 @@ class Admission:
         seq.num_computed = match.num_pages * seq.page_tokens
         seq.branch = match.matched_pages * seq.page_tokens
         seq.phase = Phase.PREFILL
-        seq.admitted_order = core.next_admission()
         core.running.append(seq)
         request = seq.request
         again = request.is_admitted

@@ -56,13 +56,13 @@ class EngineCore:
         self.chunk_tokens = config.chunk_tokens or (256 if arithmetic else 65536)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        """In the order of admission: the newest, which is preempted first, stands last."""
         self.steps: dict[StepKind, StepOrder | None] = {"prefill": None, "decode": None}
         self.transfers: dict[PlannedTransfer, Transfer] = {}
         self.planned: dict[TransferId, PlannedTransfer] = {}
         self.transfer_observer: TransferObserver | None = None
         self.loader: Mailbox[Transfer] | None = None
         self._last_step = 0
-        self._last_admission = 0
 
     @property
     def schema(self) -> Schema:
@@ -73,11 +73,6 @@ class EngineCore:
         """Return a new step id."""
         self._last_step += 1
         return StepId(self._last_step)
-
-    def next_admission(self) -> int:
-        """Return the order of an admission; the newest is preempted first."""
-        self._last_admission += 1
-        return self._last_admission
 
     def in_phase(self, phase: Phase) -> list[Sequence]:
         """Running sequences of one phase that are in no step, oldest admission first."""

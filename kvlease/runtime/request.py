@@ -40,9 +40,9 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
 class GenerateResult:
     """How a request ended.
 
-    finish_reason: ``stop`` (EOS or stop token), ``length``, ``cancelled``. Times in seconds:
-    ``ttft_s`` from submission to the first token (None if none came), ``tpot_s`` the mean between
-    later tokens (None below two), ``stall_s`` how long its steps really waited for transfers.
+    finish_reason: ``stop`` (EOS or stop token), ``length``, ``cancelled``, ``deadline`` or
+    ``failed``. Times in seconds: ``ttft_s`` from submission to the first token (None if none came),
+    ``tpot_s`` the mean between later tokens (None below two).
     """
 
     tokens: tuple[int, ...]
@@ -53,16 +53,11 @@ class GenerateResult:
     digests: tuple[bytes, ...] = ()
 
 
-def token_bytes(tokens: "array[int] | list[int]") -> bytes:
-    """Return token ids as int32 little-endian bytes, the form prompts have from the door on."""
-    return (tokens if isinstance(tokens, array) else array("i", tokens)).tobytes()
-
-
 @define(eq=False)
 class Request:
     """A request on its way through the engine; mutable, owned by the scheduler.
 
-    ``prompt`` is int32 bytes. ``hits`` and ``reasons`` are filled at its first admission and
+    ``prompt`` is int32 bytes. ``hit_device`` and ``hit_host`` are filled at its first admission and
     corrected when a load fails, so that every prompt token stays in one bucket (R12).
     """
 

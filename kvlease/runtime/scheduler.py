@@ -213,7 +213,7 @@ class Scheduler(Actor[SchedulerMessage]):
         for _ in range(len(core.running)):
             if not self._is_stuck():
                 return
-            newest = max(core.running, key=lambda seq: seq.admitted_order)
+            newest = core.running[-1]
             self._settlement.restart(newest, "pages")
             self._go_on(admits=not core.running)
 

@@ -28,9 +28,8 @@ class Phase(Enum):
 class Sequence:
     """One request between submission and its end.
 
-    ``tokens`` are prompt and answer so far; rows exist for the first ``num_computed``. ``goal`` is
-    how many have to be computed before the next token can be drawn. ``ending`` is why it will end
-    as soon as the step it is in is over.
+    ``tokens`` are prompt and answer so far; rows exist for the first ``num_computed``. ``ending``
+    is why it will end as soon as the step it is in is over.
     """
 
     request: Request
@@ -44,7 +43,6 @@ class Sequence:
     in_step: bool = False
     ending: str | None = None
     error: KVLeaseError | None = None
-    admitted_order: int = 0
     num_preempted: int = 0
     num_failed_loads: int = 0
     num_restarts: int = 0
