@@ -22,3 +22,6 @@ TransferId = NewType("TransferId", int)
 """One movement of pages between tiers, counted from 1 within an engine."""
 StepId = NewType("StepId", int)
 """One forward of one batch, counted from 1 within an engine."""
+
+NO_STEP = StepId(0)
+"""What stands where no step is concerned."""

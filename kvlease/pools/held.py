@@ -11,8 +11,9 @@ from attrs import define, field
 from kvlease.pools.page_book import Reservation
 from kvlease.pools.prefix_node import Tail
 from kvlease.pools.prefix_results import Cursor, Match
-from kvlease.protocols.ownership import PendingTransfer, SequenceLease
+from kvlease.protocols.ownership import SequenceLease
 from kvlease.protocols.ports import Completion, CopyOrder
+from kvlease.protocols.readiness import PendingTransfer
 from kvlease.units import LeaseId, TransferId
 
 
@@ -35,12 +36,15 @@ class PlannedTransfer:
     source: "array[int]" = field(factory=lambda: array("i"))
     destination: "array[int]" = field(factory=lambda: array("i"))
     tails: tuple[Tail, ...] = ()
-    boundary_page: int = -1
-    """Destination page at whose end a tail moves; -1 if none does."""
+    request: int = 0
+    reader: LeaseId | None = None
+    """The sequence lease whose rings the tail fills, if it is a load with one."""
     carrier: PendingTransfer | None = field(default=None, repr=False)
     """What carries it out and what readers wait for; set when it is handed to the loader."""
     is_settled: bool = field(default=False)
     is_lost: bool = field(default=False)
+    is_sealed: bool = field(default=False)
+    """Whether the log has been told that everything arrived."""
 
     @property
     def nbytes(self) -> int:

@@ -11,9 +11,10 @@ from typing import final
 from attrs import frozen
 
 from kvlease.pools.page_book import Blocker, PageBook
-from kvlease.pools.prefix_node import Released
+from kvlease.pools.prefix_node import CacheTier, Released
 from kvlease.pools.storage import RingStore, SpanStore, TailStore
 from kvlease.protocols.event_base import EventSink
+from kvlease.protocols.event_pages import PageEvict
 from kvlease.protocols.schema import Schema
 
 
@@ -40,6 +41,7 @@ class Memory:
         """Allocate everything."""
         self.schema = schema
         self.sizes = sizes
+        self._sink = sink
         self.poison = poison
         self.spans = SpanStore(schema, sizes.device_pages)
         self.host_spans = SpanStore(schema, sizes.host_pages)
@@ -55,6 +57,10 @@ class Memory:
             self.spans.poison_all()
             self.host_spans.poison_all()
 
+    def book(self, tier: CacheTier) -> PageBook:
+        """Return the book of one tier's pages."""
+        return self.device if tier == "device" else self.host
+
     @property
     def books(self) -> tuple[PageBook, ...]:
         """Every book, for the ledger."""
@@ -65,6 +71,15 @@ class Memory:
             self.host_tail_slots,
             self.slots,
         )
+
+    def evict(self, released: Released, tier: CacheTier) -> None:
+        """Take back what a tier gives up, and say so."""
+        pages, tails = released.pages(tier), released.tails(tier)
+        if self._sink.audit and (pages or tails):
+            self._sink.emit(
+                PageEvict(pages=self.book(tier).runs(pages), tier=tier, tails=len(tails))
+            )
+        self.take_back(released)
 
     def take_back(self, released: Released, blockers: Iterable[Blocker] = ()) -> None:
         """Put what the index let go into quarantine, until the blockers have settled (R6)."""

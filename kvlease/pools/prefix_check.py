@@ -5,14 +5,27 @@ Written apart from the code that keeps the counts, and from the edges alone.
 
 from collections import Counter
 
+from attrs import frozen
+
 from kvlease.errors import LedgerImbalance
 from kvlease.pools.prefix_node import TIERS, CacheTier, Node
 from kvlease.pools.prefix_tails import TierCount
 from kvlease.pools.prefix_tree import PrefixTree
 
 
-def check_tree(tree: PrefixTree) -> None:
-    """Raise `LedgerImbalance` for the first count or rule that does not hold; O(bytes)."""
+@frozen
+class Holdings:
+    """Every page and every tail slot that the index names, by tier."""
+
+    pages: dict[CacheTier, list[int]]
+    tails: dict[CacheTier, list[int]]
+
+
+def check_tree(tree: PrefixTree) -> Holdings:
+    """Return what the index holds, found from its edges alone; O(bytes).
+
+    Raises `LedgerImbalance` for the first count or rule that does not hold.
+    """
     pages = {tier: TierCount() for tier in TIERS}
     slots = {tier: TierCount() for tier in TIERS}
     seen: dict[CacheTier, Counter[int]] = {tier: Counter() for tier in TIERS}
@@ -61,6 +74,7 @@ def check_tree(tree: PrefixTree) -> None:
         for held in (seen[tier], seen_slots[tier]):
             twice = [name for name, count in held.items() if count > 1]
             _require(not twice, f"{tier}: held twice: {twice}")
+    return Holdings({t: list(seen[t]) for t in TIERS}, {t: list(seen_slots[t]) for t in TIERS})
 
 
 def _check_links(tree: PrefixTree, node: Node) -> None:

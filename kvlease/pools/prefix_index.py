@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias, final
 from kvlease.errors import UsageError
 from kvlease.pools.eviction import EvictionOrder, LruOrder
 from kvlease.pools.eviction_s3fifo import S3FifoOrder
-from kvlease.pools.prefix_check import check_tree
+from kvlease.pools.prefix_check import Holdings, check_tree
 from kvlease.pools.prefix_evict import evict, flush, next_unstored
 from kvlease.pools.prefix_extend import extend
 from kvlease.pools.prefix_node import TIERS, CacheTier, Node, Pages, Released, Tail, no_pages
@@ -383,10 +383,10 @@ class PrefixIndex:
             host_tails_pinned=tails["host"].pinned,
         )
 
-    def check(self) -> None:
-        """Recount everything by full scan; for tests and on demand. O(bytes).
+    def check(self) -> Holdings:
+        """Recount everything by full scan and return what is held; O(bytes).
 
         Raises:
             LedgerImbalance: a count is off or a structural rule is broken.
         """
-        check_tree(self._tree)
+        return check_tree(self._tree)

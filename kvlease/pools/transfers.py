@@ -27,13 +27,7 @@ from kvlease.pools.prefix_index import PrefixIndex
 from kvlease.pools.prefix_node import CacheTier, Node, Tail
 from kvlease.pools.prefix_results import Cursor, Match
 from kvlease.protocols.event_base import EventSink
-from kvlease.protocols.event_pages import (
-    LeaseClose,
-    LeaseOpen,
-    PageEvict,
-    PageReserve,
-    PageSeal,
-)
+from kvlease.protocols.event_pages import LeaseClose, LeaseOpen, PageReserve, PageSeal
 from kvlease.protocols.ports import CopyOrder
 from kvlease.units import LeaseId, TransferId
 
@@ -57,7 +51,7 @@ class Transfers:
         self._last_id = 0
         self.unsettled: set[PlannedTransfer] = set()
 
-    def plan_load(self, held: Held, match: Match) -> PlannedTransfer | None:
+    def plan_load(self, held: Held, match: Match, request: int) -> PlannedTransfer | None:
         """Plan what a matched prefix still needs: pages from the host, and the tail at its end.
 
         Takes device pages for the host-only ones from the sequence's reservation and enters them in
@@ -67,9 +61,8 @@ class Transfers:
         if match.host_pages == 0 and match.tail is None:
             return None
         memory = self._memory
-        planned = self._blank("load", (held.cursor,))
+        planned = self._blank("load", (held.cursor,), request)
         pages = memory.device.take(held.reservation, match.host_pages)
-        self._reserved(pages, planned.destination_lease, "device")
         source = array("i", chain.from_iterable(n.host.pages or () for n in match.to_load))
         attached = self._index.attach_device(match, pages, planned) if pages else None
         assert attached is None or not attached.unused, "nobody loads between match and plan"
@@ -85,7 +78,7 @@ class Transfers:
         if match.tail is not None:
             orders.append(self._resume(planned, match, held.lease.slot))
             planned.tails = (match.tail,)
-            planned.boundary_page = match.pages[-1]
+            planned.reader = held.lease.id
             self._index.pin_tail(match.tail)
         planned.source, planned.destination = source, pages
         return self._enter(planned, orders)
@@ -104,7 +97,7 @@ class Transfers:
         return resume_orders(memory.schema, planned.name, "load", kept, rings, boundary)
 
     def plan_store(
-        self, held: Held, min_hits: int = 0, tails: Sequence[Tail] = ()
+        self, held: Held, request: int, min_hits: int = 0, tails: Sequence[Tail] = ()
     ) -> PlannedTransfer | None:
         """Plan the copy of a sequence's sealed pages, and of some tails, to the host.
 
@@ -117,7 +110,7 @@ class Transfers:
         self._host_room(sum(node.num_pages for node in nodes))
         # Making room may have cut or joined edges around these, so they are named anew.
         nodes = self._index.plan_store(held.cursor, min_hits)
-        return self._store(nodes, (held.cursor,), tails)
+        return self._store(nodes, (held.cursor,), tails, request)
 
     def plan_write_back(self, num_pages: int) -> PlannedTransfer | None:
         """Plan the copy to the host of pages that would be evicted next and are nowhere else.
@@ -130,7 +123,11 @@ class Transfers:
         return self._store(nodes, nodes, tails)
 
     def _store(
-        self, nodes: Sequence[Node], places: Sequence[Cursor | Node], tails: Sequence[Tail]
+        self,
+        nodes: Sequence[Node],
+        places: Sequence[Cursor | Node],
+        tails: Sequence[Tail],
+        request: int = 0,
     ) -> PlannedTransfer | None:
         """Plan the copy of edges without a host copy; the host has room for them already.
 
@@ -142,9 +139,8 @@ class Transfers:
         wanted = [t for t in tails if t.host.slot is None and t.device.slot is not None]
         if not (source or wanted):
             return None
-        planned = self._blank("store", places)
+        planned = self._blank("store", places, request)
         pages = memory.host.acquire(len(source))
-        self._reserved(pages, planned.destination_lease, "host")
         if pages:
             self._index.attach_host(nodes, pages, planned)
             memory.host.seal(pages)
@@ -165,7 +161,7 @@ class Transfers:
         slots.reclaim()
         short = len(tails) - slots.available
         if short > 0:
-            memory.take_back(self._index.evict_tails(short, "host"))
+            memory.evict(self._index.evict_tails(short, "host"), "host")
         source: list[int] = []
         chosen: list[Tail] = []
         for tail in tails[: slots.available]:
@@ -190,21 +186,15 @@ class Transfers:
         counts = self._index.statistics()
         evictable = counts.host_pages - counts.host_pages_pinned
         if host.available < num_pages <= host.available + evictable:
-            self._evict_host(num_pages - host.available)
+            released = self._index.evict_host(num_pages - host.available)
+            self._memory.evict(released, "host")
         if num_pages > host.available:
             raise PagesUnavailable(
                 f"host pages: {num_pages} wanted for a store, {host.available} available"
             )
 
-    def _evict_host(self, num_pages: int) -> None:
-        released = self._index.evict_host(num_pages)
-        if self._sink.audit and released.host_pages:
-            runs = self._memory.host.runs(released.host_pages)
-            self._sink.emit(PageEvict(pages=runs, tier="host"))
-        self._memory.take_back(released)
-
     def _blank(
-        self, kind: Literal["load", "store"], places: Sequence[Cursor | Node]
+        self, kind: Literal["load", "store"], places: Sequence[Cursor | Node], request: int
     ) -> PlannedTransfer:
         self._last_id += 1
         return PlannedTransfer(
@@ -213,12 +203,8 @@ class Transfers:
             source_lease=self._next_lease(),
             destination_lease=self._next_lease(),
             cursors=tuple(self._index.fork(place) for place in places),
+            request=request,
         )
-
-    def _reserved(self, pages: array[int], lease: LeaseId, tier: CacheTier) -> None:
-        if pages and self._sink.audit:
-            book = self._memory.device if tier == "device" else self._memory.host
-            self._sink.emit(PageReserve(pages=book.runs(pages), lease=lease, tier=tier))
 
     def _enter(
         self, planned: PlannedTransfer, orders: Sequence[Iterator[CopyOrder]]
@@ -231,25 +217,50 @@ class Transfers:
             self.settled(planned)
             return None
         if self._sink.audit:
-            tier: CacheTier = "host" if planned.kind == "load" else "device"
-            book = self._memory.host if planned.kind == "load" else self._memory.device
-            runs = book.runs(planned.source)
-            lease = planned.source_lease
-            self._sink.emit(
-                LeaseOpen(lease=lease, mode="shared", pages=runs, tier=tier, transfer=planned.id)
-            )
+            self._say_held(planned)
         return planned
+
+    def _say_held(self, planned: PlannedTransfer) -> None:
+        """Write that both ends are held from now on (R7)."""
+        emit, memory = self._sink.emit, self._memory
+        tiers: tuple[CacheTier, CacheTier]
+        tiers = ("host", "device") if planned.kind == "load" else ("device", "host")
+        sources = memory.book(tiers[0]).runs(planned.source)
+        emit(
+            LeaseOpen(
+                lease=planned.source_lease,
+                mode="shared",
+                pages=sources,
+                tier=tiers[0],
+                transfer=planned.id,
+            )
+        )
+        target = planned.destination_lease
+        emit(
+            LeaseOpen(lease=target, mode="exclusive", pages=[], tier=tiers[1], transfer=planned.id)
+        )
+        if planned.destination:
+            runs = memory.book(tiers[1]).runs(planned.destination)
+            emit(PageReserve(pages=runs, lease=target, tier=tiers[1], request=planned.request))
 
     def done(self, planned: PlannedTransfer) -> None:
         """Everything arrived: its pages are sealed and readable without a wait."""
+        self._say_sealed(planned)
         self._memory.take_back(self._index.arrived(planned))
+
+    def _say_sealed(self, planned: PlannedTransfer) -> None:
+        """Write, once, that a transfer's destination is sealed."""
+        if planned.is_sealed:
+            return
+        planned.is_sealed = True
         if self._sink.audit and planned.destination:
-            to_device = planned.kind == "load"
-            book = self._memory.device if to_device else self._memory.host
-            runs = book.runs(planned.destination)
-            tier: CacheTier = "device" if to_device else "host"
-            lease = planned.destination_lease
-            self._sink.emit(PageSeal(pages=runs, tier=tier, lease=lease))
+            tier: CacheTier = "device" if planned.kind == "load" else "host"
+            runs = self._memory.book(tier).runs(planned.destination)
+            self._sink.emit(
+                PageSeal(
+                    pages=runs, tier=tier, lease=planned.destination_lease, request=planned.request
+                )
+            )
 
     def lost(self, planned: PlannedTransfer, reason: str, steps: Sequence[Blocker] = ()) -> None:
         """It ended without its bytes: nobody may use what it should have filled.
@@ -265,14 +276,20 @@ class Transfers:
         self._memory.take_back(released, (planned, *steps))
 
     def settled(self, planned: PlannedTransfer) -> None:
-        """No copy of it touches memory any more: both ends are let go."""
+        """No copy of it touches memory any more: both ends are let go.
+
+        The scheduler may hear only later that it was done, or never, if it has gone.
+        """
         planned.is_settled = True
         self.unsettled.discard(planned)
+        carrier = planned.carrier
+        if carrier is not None and carrier.is_done:
+            self._say_sealed(planned)
+        if self._sink.audit and planned.copies:
+            self._sink.emit(LeaseClose(lease=planned.source_lease))
+            self._sink.emit(LeaseClose(lease=planned.destination_lease))
         for tail in planned.tails:
             self._memory.take_back(self._index.unpin_tail(tail))
         for cursor in planned.cursors:
             self._memory.take_back(self._index.release(cursor))
-        if self._sink.audit:
-            self._sink.emit(LeaseClose(lease=planned.source_lease))
-            self._sink.emit(LeaseClose(lease=planned.destination_lease))
         self._memory.reclaim()

@@ -9,9 +9,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import final
 
-import attrs
-
 from kvlease.errors import LedgerImbalance
+from kvlease.pools import accounts
 from kvlease.pools.copies import index_tensor, keep_tails
 from kvlease.pools.held import Held, PlannedTransfer, Reader
 from kvlease.pools.memory import Memory, PoolSizes
@@ -22,21 +21,20 @@ from kvlease.pools.prefix_results import Match
 from kvlease.pools.step_views import SharedSource, StepSource, StepTables
 from kvlease.pools.transfers import Transfers
 from kvlease.protocols.config import Eviction
-from kvlease.protocols.event_base import EventSink
-from kvlease.protocols.event_pages import LeaseClose, LeaseOpen, PageEvict, PageReserve, PageSeal
-from kvlease.protocols.ownership import (
-    GateObserver,
-    Lease,
-    PendingTransfer,
-    Readiness,
-    SequenceLease,
-    Shared,
-    StepLease,
+from kvlease.protocols.event_base import EventSink, Opening
+from kvlease.protocols.event_pages import (
+    LeaseClose,
+    LeaseMove,
+    LeaseOpen,
+    PageReserve,
+    PageSeal,
 )
+from kvlease.protocols.ownership import Lease, SequenceLease, Shared, StepLease
 from kvlease.protocols.ports import Completion
+from kvlease.protocols.readiness import GateObserver, Openings, PendingTransfer, Readiness
 from kvlease.protocols.schema import Schema
 from kvlease.protocols.views import EpochCell
-from kvlease.units import LayerId, LeaseId
+from kvlease.units import NO_STEP, LayerId, LeaseId, StepId
 
 
 @final
@@ -92,10 +90,7 @@ class UnifiedPool:
         short = num_pages - device.available
         if short > 0:
             released = self.index.evict_device(short, not self.spares_last_copies)
-            if self._sink.audit and released.device_pages:
-                runs = device.runs(released.device_pages)
-                self._sink.emit(PageEvict(pages=runs, tier="device"))
-            self.memory.take_back(released)
+            self.memory.evict(released, "device")
         short = num_pages - device.available
         if self.spares_last_copies:
             self.unstored_pages = max(self.unstored_pages, short)
@@ -128,10 +123,10 @@ class UnifiedPool:
         lease.commit(match.num_pages * self.schema.page_tokens)
         arrivals = [a for a in match.arrivals if isinstance(a, PlannedTransfer)]
         held = Held(lease, match.cursor, reservation, array("i"), arrivals)
-        held.load = self.transfers.plan_load(held, match)
+        held.load = self.transfers.plan_load(held, match, request)
         if held.load is not None:
             held.arrivals.append(held.load)
-        if self._sink.audit and lease.pages:
+        if self._sink.audit:
             runs = memory.device.runs(lease.pages)
             self._sink.emit(LeaseOpen(lease=lease.id, mode="shared", pages=runs, request=request))
         return held
@@ -163,14 +158,14 @@ class UnifiedPool:
         write stay in quarantine until that load has settled.
         """
         held.lease.cell.end()
+        if self._sink.audit:
+            self._sink.emit(LeaseClose(lease=held.lease.id))
         self.memory.take_back(self.index.release(held.cursor))
         self.memory.device.forfeit(held.reservation)
         self.memory.device.release(held.owned)
         held.owned = array("i")
         writers = () if held.load is None else (held.load,)
         self.memory.slots.release(array("i", [held.lease.slot]), writers)
-        if self._sink.audit:
-            self._sink.emit(LeaseClose(lease=held.lease.id))
 
     def lease_prefix(
         self,
@@ -191,22 +186,23 @@ class UnifiedPool:
             if page < 0:
                 break
             pages.append(page)
-        pending: list[PendingTransfer] = []
+        lease_id = self._lease_id()
+        pending: list[tuple[LeaseId, PendingTransfer]] = []
         for arrival in match.arrivals:
             assert isinstance(arrival, PlannedTransfer), "only the planner attaches arrivals"
             assert arrival.carrier is not None, (
                 "a transfer is handed over in the call that plans it"
             )
-            pending.append(arrival.carrier)
-        lease_id = self._lease_id()
-        reader = Reader(lease_id, match)
+            pending.append((lease_id, arrival.carrier))
+        reader, openings = Reader(lease_id, match), self._openings()
         self._readers.append(reader)
 
         def give_back(last_use: Completion | None) -> None:
             reader.is_open, reader.last_use = False, last_use
-            self._see_readers_off()
             if self._sink.audit:
-                self._sink.emit(LeaseClose(lease=lease_id))
+                opens = [Opening(lease_id, *run) for run in openings.runs]
+                self._sink.emit(LeaseClose(lease=lease_id, opens=opens))
+            self._see_readers_off()
             if on_close is not None:
                 on_close(last_use)
 
@@ -214,7 +210,15 @@ class UnifiedPool:
             runs = self.memory.device.runs(pages)
             self._sink.emit(LeaseOpen(lease=lease_id, mode="shared", pages=runs))
         readiness = Readiness(self.schema.num_layers, pending, self._observer)
-        return Lease(lease_id, pages, self, readiness, give_back)
+        return Lease(lease_id, pages, self, readiness, openings, give_back)
+
+    def _openings(self) -> Openings:
+        return Openings(lambda: self._sink.seq)
+
+    def lease_moved(self, lease: LeaseId, *, freezes: bool) -> None:
+        """Write that a lease changed hands."""
+        if self._sink.audit:
+            self._sink.emit(LeaseMove(lease=lease, freezes=freezes))
 
     def view_source(self, pages: Sequence[int], layer: LayerId, cell: EpochCell) -> SharedSource:
         """Return where a layer's rows of sealed pages can be named."""
@@ -270,7 +274,7 @@ class UnifiedPool:
         slots = self.memory.device_tail_slots
         slots.reclaim()
         if slots.available == 0:
-            self.memory.take_back(self.index.evict_tails(1, "device"))
+            self.memory.evict(self.index.evict_tails(1, "device"), "device")
         return slots.acquire(1)[0] if slots.available else None
 
     def free_tail_slot(self, slot: int) -> None:
@@ -312,7 +316,7 @@ class UnifiedPool:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def lease_step(self, members: Sequence[SequenceLease]) -> StepLease:
+    def lease_step(self, members: Sequence[SequenceLease], step: StepId = NO_STEP) -> StepLease:
         """Join sequences for one step; the step's holder closes it after its last use."""
         tables = StepTables(members)
         return StepLease(
@@ -321,8 +325,9 @@ class UnifiedPool:
             tables,
             self,
             self.schema.num_layers,
-            lambda: self._sink.seq,
+            self._openings(),
             self._observer,
+            step,
         )
 
     def step_source(self, lease: StepLease, layer: LayerId) -> StepSource:
@@ -343,6 +348,10 @@ class UnifiedPool:
         """Forget everything cached; what is pinned or in flight follows when its holders end."""
         self.memory.take_back(self.index.clear())
 
+    def say_ledger(self) -> None:
+        """Write both tiers' own counts into the log, to be held against it (R11)."""
+        accounts.say(self.memory, self.index, self._sink)
+
     def ledgers(self) -> dict[str, Ledger]:
         """Return the ledger of every book, by its name."""
         return {book.name: book.ledger() for book in self.memory.books}
@@ -352,28 +361,9 @@ class UnifiedPool:
 
         ``held`` are all running sequences, ``tail_slots`` those taken for steps under way.
         """
-        self.index.check()
-        memory = self.memory
-        counts = self.index.statistics()
-        owned = [page for one in held for page in one.owned]
-        expected = {
-            "device pages": (len(owned), counts.device_pages),
-            "host pages": (0, counts.host_pages),
-            "device tails": (len(tail_slots), counts.device_tails),
-            "host tails": (0, counts.host_tails),
-            "sequence slots": (len(held), 0),
-        }
-        for book in memory.books:
-            ledger = book.ledger()
-            if not ledger.is_balanced or (ledger.held, ledger.sealed) != expected[book.name]:
-                raise LedgerImbalance(
-                    f"{book.name}: {attrs.asdict(ledger)} but holders name"
-                    f" {expected[book.name]} (held, sealed)"
-                )
+        accounts.check(self.memory, self.index, held, tail_slots)
         if not (held or self._readers or self.transfers.unsettled):
+            counts = self.index.statistics()
             pinned = counts.device_pages_pinned + counts.host_pages_pinned
             if pinned:
                 raise LedgerImbalance(f"{pinned} pages are pinned although nobody holds any")
-        reserved = sum(one.reservation.remaining for one in held)
-        if memory.device.ledger().reserved != reserved:
-            raise LedgerImbalance(f"device pages: {reserved} promised to sequences, book differs")

@@ -30,8 +30,9 @@ class EngineConfig:
     ``page_tokens`` 64 for the embedded model and 256 else, ``chunk_tokens`` (prompt tokens a
     prefill step takes) 256 with arithmetic and 65536 without, tails from pages and ``tail_every``.
     ``host_pages`` 0 switches the host tier off; ``prefix_cache`` False gives every request a cold
-    run; ``digests`` hashes each sampled row of logits; ``poison`` fills unwritten memory with NaN
-    bytes, for tests. Raises ConfigError.
+    run; ``digests`` hashes each sampled row of logits; ``log_prompts`` writes prompts into the
+    event log, so that it can be run again; ``poison`` fills unwritten memory with NaN bytes, for
+    tests. Raises ConfigError.
     """
 
     device: Device = "cpu"
@@ -54,6 +55,7 @@ class EngineConfig:
     compute: Compute = "model"
     prefix_cache: bool = True
     digests: bool = False
+    log_prompts: bool = False
     load_timeout_s: float = 10.0
     request_timeout_s: float = 600.0
     load_or_recompute: bool = True

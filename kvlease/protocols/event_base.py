@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, Protocol, TypeAlias
 
 import msgspec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Grows when a reader of the previous version could misjudge a log of the next."""
 
 PageRun: TypeAlias = tuple[int, int, int]
@@ -19,6 +19,15 @@ LayerRun: TypeAlias = tuple[int, int]
 """``(first layer, number of layers)``."""
 Tier: TypeAlias = Literal["device", "host", "storage"]
 """Whose page ids a run counts in; remote pages are named by their engine's transfer."""
+
+
+class Opening(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Layers of one lease that were opened, none before ``after_seq`` had been written."""
+
+    lease: int
+    layer: int
+    num_layers: int
+    after_seq: int
 
 
 current_actor: ContextVar[str] = ContextVar("kvlease_actor", default="engine")

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from kvlease.protocols.event_base import Event, NormalEvent, PageRun, Tier
+from kvlease.protocols.event_base import Event, Opening, PageRun, Tier
 
 
 class PageReserve(Event, tag="page.reserve", kw_only=True, gc=False):
@@ -17,10 +17,8 @@ class PageReserve(Event, tag="page.reserve", kw_only=True, gc=False):
 class PageSeal(Event, tag="page.seal", kw_only=True, gc=False):
     """Pages written to their end became immutable and shareable (R4).
 
-    Attributes:
-        start: position of the first page's first token in its sequence.
-        tails: those of the pages at whose end a tail is held (R5).
-        keys: chained page hashes, where a tier needed them.
+    ``start`` is the position of the first page's first token in its sequence. A transfer's
+    destination seals when everything planned has arrived; its pages keep their source's start.
     """
 
     pages: list[PageRun]
@@ -28,25 +26,24 @@ class PageSeal(Event, tag="page.seal", kw_only=True, gc=False):
     lease: int = 0
     request: int = 0
     start: int = 0
-    tails: list[PageRun] = []
-    keys: list[str] = []
 
 
 class PageEvict(Event, tag="page.evict", kw_only=True, gc=False):
-    """A tier gave up cached state: whole bundles, or only the tails kept at the pages' ends."""
+    """A tier gave up cached state: pages, and ``tails`` kept at the ends of these or others."""
 
     pages: list[PageRun]
     tier: Tier
-    part: Literal["bundle", "tail"] = "bundle"
+    tails: int = 0
 
 
 class PageQuarantine(Event, tag="page.quarantine", kw_only=True, gc=False):
-    """Released pages wait for work that may still touch them (R6)."""
+    """Released pages wait for work that may still touch them (R6): all that is named here."""
 
     pages: list[PageRun]
     tier: Tier = "device"
     transfers: list[int] = []
     steps: list[int] = []
+    leases: list[int] = []
 
 
 class PageFree(Event, tag="page.free", kw_only=True, gc=False):
@@ -57,7 +54,11 @@ class PageFree(Event, tag="page.free", kw_only=True, gc=False):
 
 
 class PageLedger(Event, tag="page.ledger", kw_only=True, gc=False):
-    """A pool's own count, to be compared with the one that follows from the log (R11)."""
+    """A pool's own count, to be compared with the one that follows from the log (R11).
+
+    Each page counts once, by this precedence. ``leased`` pages have a holder, who may be one that
+    pins a path without reading it; ``reserved`` counts promises, which name no page.
+    """
 
     tier: Tier
     quarantined: int
@@ -80,45 +81,38 @@ class LeaseOpen(Event, tag="lease.open", kw_only=True, gc=False):
 
 
 class LeaseWait(Event, tag="lease.wait", kw_only=True, gc=False):
-    """A reader reached a layer whose bytes were not there and began to wait (R9).
+    """Readers reached a layer whose bytes were not there and began to wait (R9).
 
-    ``owner`` answers for the deadline. The end of the wait is told by ``step.read``.
+    The end of the wait is told by the step's ``step.read`` or ``step.discarded``.
+
+    Attributes:
+        leases: who waits: members of one step, or one reader of its own.
+        step: the step they wait in; 0 outside steps.
+        components: what of the layer had not arrived.
+        owner: who answers for the deadline.
     """
 
-    lease: int
+    leases: list[int]
     layer: int
     components: list[str]
     transfer: int
     owner: str
     deadline_ns: int
-
-
-class LeaseClose(Event, tag="lease.close", kw_only=True, gc=False):
-    """A right ended in order; ``after_step`` is the last step that may still read (R6)."""
-
-    lease: int
-    after_step: int = 0
+    step: int = 0
 
 
 class LeaseMove(Event, tag="lease.move", kw_only=True, gc=False):
-    """A right moved: ``lease`` is dead and ``to_lease`` lives, with the same pages."""
+    """A right changed hands: the earlier handle is dead, the number stays.
+
+    ``freezes`` if it also gave up writing: the lease is shared from now on.
+    """
 
     lease: int
-    to_lease: int
-    to_actor: str
+    freezes: bool = False
 
 
-class LeaseRevoke(NormalEvent, tag="lease.revoke", kw_only=True, gc=False):
-    """A right ended because its holder died or its deadline passed."""
+class LeaseClose(Event, tag="lease.close", kw_only=True, gc=False):
+    """A right ended. ``opens`` names what it opened outside steps."""
 
     lease: int
-    reason: str
-
-
-class LeaseRefuse(NormalEvent, tag="lease.refuse", kw_only=True, gc=False):
-    """A stale reference was presented and refused (R8); the only event that may name old epochs."""
-
-    pages: list[PageRun]
-    tier: Tier = "device"
-    lease: int = 0
-    request: int = 0
+    opens: list[Opening] = []

@@ -4,7 +4,14 @@ from typing import Literal
 
 import msgspec
 
-from kvlease.protocols.event_base import Event, LayerRun, NormalEvent, PageRun, Tier
+from kvlease.protocols.event_base import (
+    Event,
+    LayerRun,
+    NormalEvent,
+    Opening,
+    PageRun,
+    Tier,
+)
 
 
 class TransferPlan(Event, tag="transfer.plan", kw_only=True, gc=False):
@@ -12,9 +19,11 @@ class TransferPlan(Event, tag="transfer.plan", kw_only=True, gc=False):
 
     Attributes:
         source, destination: pages in the same order; a tier each.
-        source_lease, destination_lease: shared and exclusive; held until the transfer ends.
-        tail_pages: destination pages whose tails move: the last one of a load (R5).
-        components: names of all components that move; a tail's only for ``tail_pages``.
+        source_lease, destination_lease: shared and exclusive, opened before and closed when no
+            copy touches the pages any more, which may be after the transfer's end.
+        tails: how many kept tails move beside the pages; a load brings one at most (R5).
+        reader: the sequence lease whose running state the tail of a load fills; 0 for none.
+        components: names of all components that move.
         nbytes: planned bytes, all layers and components.
     """
 
@@ -26,12 +35,13 @@ class TransferPlan(Event, tag="transfer.plan", kw_only=True, gc=False):
     destination_tier: Tier
     destination: list[PageRun]
     destination_lease: int
-    tail_pages: list[PageRun]
     layers: LayerRun
     components: list[str]
     nbytes: int
     deadline_ns: int
     owner: str
+    tails: int = 0
+    reader: int = 0
     request: int = 0
 
 
@@ -54,11 +64,10 @@ class TransferLayerDone(Event, tag="transfer.layer_done", kw_only=True, gc=False
 
 
 class TransferDone(Event, tag="transfer.done", kw_only=True, gc=False):
-    """Everything planned arrived; both ends are let go."""
+    """Everything planned arrived."""
 
     transfer: int
     nbytes: int
-    elapsed_us: int = 0
 
 
 class TransferFail(NormalEvent, tag="transfer.fail", kw_only=True, gc=False):
@@ -70,7 +79,7 @@ class TransferFail(NormalEvent, tag="transfer.fail", kw_only=True, gc=False):
 
 
 class TransferRevoke(NormalEvent, tag="transfer.revoke", kw_only=True, gc=False):
-    """The movement was called off; its destination waits in quarantine (R6)."""
+    """The movement was called off before all its bytes came; its readers recompute."""
 
     transfer: int
     reason: str
@@ -83,21 +92,11 @@ class TransferLate(NormalEvent, tag="transfer.late", kw_only=True, gc=False):
     owner: str
 
 
-class Opening(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Layers of one lease that a step opened, none before ``after_seq`` had been written."""
-
-    lease: int
-    layer: int
-    num_layers: int
-    after_seq: int
-
-
 class Stall(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """How long a step's compute really waited for one layer's component."""
+    """How long a step's compute really stood still for one layer of a transfer."""
 
-    lease: int
+    transfer: int
     layer: int
-    component: str
     wait_us: int
 
 

@@ -17,12 +17,14 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from kvlease.protocols.config import EngineConfig, SamplingParams
 from kvlease.protocols.event_base import (
     SCHEMA_VERSION,
     Event,
     EventSink,
     LayerRun,
     NormalEvent,
+    Opening,
     PageRun,
     Tier,
     current_actor,
@@ -32,8 +34,6 @@ from kvlease.protocols.event_pages import (
     LeaseClose,
     LeaseMove,
     LeaseOpen,
-    LeaseRefuse,
-    LeaseRevoke,
     LeaseWait,
     PageEvict,
     PageFree,
@@ -43,7 +43,6 @@ from kvlease.protocols.event_pages import (
     PageSeal,
 )
 from kvlease.protocols.event_work import (
-    Opening,
     Row,
     Stall,
     StepDiscarded,
@@ -73,8 +72,6 @@ __all__ = [
     "LeaseClose",
     "LeaseMove",
     "LeaseOpen",
-    "LeaseRefuse",
-    "LeaseRevoke",
     "LeaseWait",
     "LogClose",
     "LogGap",
@@ -149,6 +146,8 @@ class LogOpen(NormalEvent, tag="log.open", kw_only=True, gc=False):
         components: all components of the schema, spans and tails.
         device_pages, host_pages: totals of the two pools (R11).
         started_at: wall clock time, ISO 8601, for people.
+        config: everything the engine was opened with, but for the tenant's salt.
+        ports: what stood behind the engine's ports, where that was not the machine itself.
     """
 
     schema: int
@@ -162,6 +161,8 @@ class LogOpen(NormalEvent, tag="log.open", kw_only=True, gc=False):
     device_pages: int
     host_pages: int
     started_at: str = ""
+    config: EngineConfig | None = None
+    ports: dict[str, object] | None = None
 
 
 class LogGap(NormalEvent, tag="log.gap", kw_only=True, gc=False):
@@ -201,10 +202,12 @@ class RequestSubmitted(NormalEvent, tag="request.submitted", kw_only=True, gc=Fa
     request: int
     prompt_tokens: int
     max_tokens: int
-    identity: str = ""
     deadline_ns: int = 0
     parent: int = 0
     """The request it was forked from, if any."""
+    prompt: bytes = b""
+    """The prompt's int32 ids, and with them ``params``; only if the engine records prompts."""
+    params: SamplingParams | None = None
 
 
 class RequestAdmitted(NormalEvent, tag="request.admitted", kw_only=True, gc=False):
@@ -216,6 +219,7 @@ class RequestAdmitted(NormalEvent, tag="request.admitted", kw_only=True, gc=Fals
         hit_pages: used pages by the tier that holds them: device, host, storage, remote.
         reasons: computed tokens by reason, e.g. ``new``, ``partial_page``, ``no_tail``.
         decision: ``load`` or ``recompute``, with both estimates in microseconds.
+        identity: the cache identity it was matched under, if not that of ``log.open`` (R10).
     """
 
     request: int
@@ -226,6 +230,7 @@ class RequestAdmitted(NormalEvent, tag="request.admitted", kw_only=True, gc=Fals
     decision: str = ""
     load_us: int = 0
     recompute_us: int = 0
+    identity: str = ""
     again: bool = False
     """Whether it had been admitted before and was preempted."""
 
@@ -246,6 +251,8 @@ class RequestFinished(NormalEvent, tag="request.finished", kw_only=True, gc=Fals
     reason: str
     usage: Usage
     ttft_us: int = 0
+    answer: str = ""
+    """Hash of the tokens, and of the logits' digests where the engine keeps them."""
 
 
 class RequestFailed(NormalEvent, tag="request.failed", kw_only=True, gc=False):
@@ -265,7 +272,7 @@ class ActorStop(NormalEvent, tag="actor.stop", kw_only=True, gc=False):
 
 
 class ActorDied(NormalEvent, tag="actor.died", kw_only=True, gc=False):
-    """An actor failed; its leases are revoked in the events that follow."""
+    """An actor failed; what it had under way ends in the events that follow."""
 
     error: str
 
@@ -280,7 +287,7 @@ AnyEvent: TypeAlias = (
     LogOpen | LogGap | LogClose
     | RequestSubmitted | RequestAdmitted | RequestPreempted | RequestFinished | RequestFailed
     | PageReserve | PageSeal | PageEvict | PageQuarantine | PageFree | PageLedger
-    | LeaseOpen | LeaseWait | LeaseClose | LeaseMove | LeaseRevoke | LeaseRefuse
+    | LeaseOpen | LeaseWait | LeaseClose | LeaseMove
     | TransferPlan | TransferRecord | TransferLayerDone | TransferDone
     | TransferFail | TransferRevoke | TransferLate
     | StepRead | StepDone | StepDiscarded

@@ -11,11 +11,12 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar, final
 
-from kvlease.errors import LeaseMoved, NotReady
-from kvlease.protocols.ports import Completion, CompletionState, Stream
+from kvlease.errors import LeaseMoved
+from kvlease.protocols.ports import Completion, Stream
+from kvlease.protocols.readiness import GateObserver, Openings, PendingTransfer, Readiness
 from kvlease.protocols.schema import Layer, ViewSource
 from kvlease.protocols.views import EpochCell
-from kvlease.units import LayerId, LeaseId
+from kvlease.units import NO_STEP, LayerId, LeaseId, StepId
 
 V = TypeVar("V")
 R = TypeVar("R")
@@ -35,90 +36,15 @@ class Exclusive:
 S = TypeVar("S", Shared, Exclusive)
 
 
-class PendingTransfer(Protocol):
-    """A transfer as its readers see it: one completion per layer."""
-
-    def layer_completion(self, layer: LayerId) -> Completion:
-        """Return the completion of one layer, all its components together."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """What to call the transfer in an error."""
-        ...
-
-
-class GateObserver(Protocol):
-    """Hears of the waits that readers really did, for the log and the exposed-stall figure."""
-
-    def waited(self, lease: LeaseId, layer: LayerId, transfer: str) -> None:
-        """A reader of ``lease`` was made to wait for one layer of a transfer."""
-        ...
-
-
-@final
-class Readiness:
-    """Which layers of a set of pages can be read, given the transfers still filling them.
-
-    One word decides the common case: layers below ``ready_through`` need no wait. What a stream was
-    made to wait for is kept in ``bound`` until it is known to be done (R2).
-    """
-
-    __slots__ = ("_observer", "_pending", "bound", "ready_through")
-
-    def __init__(
-        self,
-        num_layers: int,
-        pending: Iterable[PendingTransfer] = (),
-        observer: GateObserver | None = None,
-    ) -> None:
-        """Start with nothing ready if anything is pending, and all ready otherwise."""
-        self._pending = list(dict.fromkeys(pending))
-        self._observer = observer
-        self.bound: list[Completion] = []
-        self.ready_through = 0 if self._pending else num_layers
-
-    def check(self, layer: LayerId) -> None:
-        """Raise NotReady unless every completion of the layer is DONE."""
-        for transfer in self._pending:
-            state = transfer.layer_completion(layer).state
-            if state is not CompletionState.DONE:
-                raise NotReady(
-                    f"layer {layer} is still being filled by {transfer.name}"
-                    f" ({state.value}); await resolve() instead"
-                )
-
-    async def settle(self, lease: LeaseId, layer: LayerId, stream: Stream) -> None:
-        """Wait until the layer's work is recorded, and order the stream behind it (R2).
-
-        Raises TransferFailed when a transfer failed, came short, was revoked or was late.
-        """
-        all_done = True
-        for transfer in self._pending:
-            completion = transfer.layer_completion(layer)
-            if completion.state is CompletionState.DONE:
-                continue
-            if self._observer is not None:
-                self._observer.waited(lease, layer, transfer.name)
-            await completion.wait_recorded()
-            stream.wait(completion)
-            self.bound.append(completion)
-            all_done = False
-        # Only what is DONE is ready for every stream; what is RECORDED is so for this one alone.
-        if all_done and layer == self.ready_through:
-            self.ready_through = layer + 1
-
-    async def verify(self) -> None:
-        """Wait until all that streams were ordered behind is DONE; raise TransferFailed if not."""
-        for completion in self.bound:
-            await completion.wait_done()
-
-
 class Grantor(Protocol):
     """The pool behind a lease: it builds views and takes pages back."""
 
     def view_source(self, pages: Sequence[int], layer: LayerId, cell: EpochCell) -> ViewSource:
         """Return where a layer's rows can be named for these pages."""
+        ...
+
+    def lease_moved(self, lease: LeaseId, *, freezes: bool) -> None:
+        """A lease changed hands under the same number; ``freezes`` if it also gave up writing."""
         ...
 
 
@@ -151,7 +77,7 @@ class LayerLease(Generic[V]):
         LeaseMoved when the lease has ended.
         """
         if self._layer >= self._readiness.ready_through:
-            await self._readiness.settle(self._lease, self._layer, stream)
+            await self._readiness.settle(self._layer, stream)
         return self._opened()
 
     def resolve_nowait(self) -> V:
@@ -176,7 +102,7 @@ class Lease(Generic[S]):
     LeaseMoved. ``on_close`` gives the pages back to the pool that granted them, exactly once.
     """
 
-    __slots__ = ("_cell", "_grantor", "_on_close", "_pages", "_readiness", "id")
+    __slots__ = ("_cell", "_grantor", "_on_close", "_openings", "_pages", "_readiness", "id")
 
     def __init__(
         self,
@@ -184,13 +110,15 @@ class Lease(Generic[S]):
         pages: Sequence[int],
         grantor: Grantor,
         readiness: Readiness,
+        openings: Openings,
         on_close: Callable[[Completion | None], None],
     ) -> None:
-        """Called by pools only."""
+        """Called by pools only; whoever hears ``on_close`` knows what ``openings`` holds."""
         self.id = lease_id
         self._pages: Sequence[int] | None = pages
         self._grantor = grantor
         self._readiness = readiness
+        self._openings = openings
         self._on_close = on_close
         self._cell = EpochCell()
 
@@ -209,21 +137,27 @@ class Lease(Generic[S]):
         pages = self._alive()
 
         def build() -> R:
+            self._openings.note(layer.id)
             return layer.read_view(self._grantor.view_source(pages, layer.id, self._cell))
 
         return LayerLease(self.id, layer.id, self._readiness, self._cell, build)
 
     def move(self) -> Lease[S]:
         """Return a new handle with the same right; this one and its views are dead."""
-        pages = self._alive()
-        self._end()
-        return Lease(self.id, pages, self._grantor, self._readiness, self._on_close)
+        pages = self._hand_on(freezes=False)
+        return Lease(self.id, pages, self._grantor, self._readiness, self._openings, self._on_close)
 
     def freeze(self: Lease[Exclusive]) -> Lease[Shared]:
         """Give up writing: return the same pages as a shared lease; this handle is dead."""
+        pages = self._hand_on(freezes=True)
+        return Lease(self.id, pages, self._grantor, self._readiness, self._openings, self._on_close)
+
+    def _hand_on(self, *, freezes: bool) -> Sequence[int]:
+        """End this handle, say so, and return the pages for the next one."""
         pages = self._alive()
         self._end()
-        return Lease(self.id, pages, self._grantor, self._readiness, self._on_close)
+        self._grantor.lease_moved(self.id, freezes=freezes)
+        return pages
 
     def close(self, last_use: Completion | None = None) -> None:
         """End the lease; the pages are not reused before ``last_use`` is final (R6)."""
@@ -285,21 +219,12 @@ class StepLease:
     """The members of one step under one epoch: one resolve a layer, whatever the batch.
 
     Pins page tables and index tensors until the step's last use is done (R13). ``tables`` is the
-    grantor's own batch record, opaque here. ``opened`` lists runs of layers (first, count) with the
-    log position that had been reached when they were opened.
+    grantor's own batch record, opaque here.
     """
 
     __slots__ = (
-        "_grantor",
-        "_position",
-        "_readiness",
-        "_was_ready",
-        "cell",
-        "id",
-        "members",
-        "opened",
-        "tables",
-    )
+        "_grantor", "_readiness", "_was_ready", "cell", "id", "members", "openings", "tables",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -308,28 +233,30 @@ class StepLease:
         tables: object,
         grantor: StepGrantor,
         num_layers: int,
-        position: Callable[[], int],
+        openings: Openings,
         observer: GateObserver | None = None,
+        step: StepId = NO_STEP,
     ) -> None:
-        """Borrows the members until `close`; called by pools only.
-
-        ``position`` reads the log's present sequence number.
-        """
+        """Borrows the members until `close`; called by pools only."""
         self.id = lease_id
-        self.opened: list[tuple[int, int, int]] = []
-        self._position = position
+        self.openings = openings
         self.members = tuple(members)
         self.tables = tables
         self.cell = EpochCell()
         self._grantor = grantor
-        pending = (transfer for member in members for transfer in member.pending)
-        self._readiness = Readiness(num_layers, pending, observer)
+        pending = ((member.id, transfer) for member in members for transfer in member.pending)
+        self._readiness = Readiness(num_layers, pending, observer, step)
         self._was_ready = self._readiness.ready_through >= num_layers
 
     @property
     def was_ready(self) -> bool:
         """Whether nothing was still filling its members' pages when the step was leased."""
         return self._was_ready
+
+    @property
+    def pending(self) -> Iterable[PendingTransfer]:
+        """The transfers that were filling its members' pages when the step was leased."""
+        return self._readiness.pending
 
     @property
     def ready_through_layer(self) -> int:
@@ -340,20 +267,10 @@ class StepLease:
         """Return the right to one layer for all members."""
 
         def build() -> W:
-            self._note(layer.id)
+            self.openings.note(layer.id)
             return layer.step_view(self._grantor.step_source(self, layer.id))
 
         return LayerLease(self.id, layer.id, self._readiness, self.cell, build)
-
-    def _note(self, layer: LayerId) -> None:
-        """Remember the log position at which the layer was opened, folding equal neighbours."""
-        position = self._position()
-        if self.opened:
-            first, count, after = self.opened[-1]
-            if after == position and first + count == layer:
-                self.opened[-1] = (first, count + 1, after)
-                return
-        self.opened.append((layer, 1, position))
 
     async def verify(self) -> None:
         """Wait for everything the step was ordered behind; publish nothing before it (R2).

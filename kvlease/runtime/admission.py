@@ -136,7 +136,10 @@ class Admission:
             request.hit_device = match.device_pages * seq.page_tokens
             request.hit_host = match.host_pages * seq.page_tokens
         if core.sink.normal:
-            core.sink.emit(_admitted_event(seq, match, choice, again=again))
+            event = _admitted_event(seq, match, choice, again=again)
+            if core.root != core.first_root:
+                event.identity = core.root.hex()
+            core.sink.emit(event)
 
 
 def _leading_device_pages(match: Match) -> int:

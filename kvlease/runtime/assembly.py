@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import final
 
 import trio
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from kvlease.errors import ActorBroken, ActorClosed, KVLeaseError, RequestFailed
 from kvlease.pools.unified import UnifiedPool
@@ -25,14 +26,16 @@ from kvlease.protocols.events import (
     ActorStart,
     ActorStop,
     LogOpen,
+    RequestSubmitted,
     component_facts,
 )
 from kvlease.protocols.identity import CacheIdentity
-from kvlease.protocols.ports import Clock, Completion, Copier, ModelRunner
+from kvlease.protocols.ports import Clock, Copier, ModelRunner
 from kvlease.runtime.actor import ActorEvent, ActorSpec
 from kvlease.runtime.clock import MonotonicClock
 from kvlease.runtime.core import EngineCore
 from kvlease.runtime.counters import Counters
+from kvlease.runtime.endings import end_request
 from kvlease.runtime.event_log import EventLog
 from kvlease.runtime.journal import GateJournal, TransferJournal
 from kvlease.runtime.loader import DirectCopier, Loader, loader_mailbox
@@ -113,6 +116,8 @@ class Assembly:
         self.scheduler.send_nowait(Submit(request))
         self.num_submitted += 1
         self.open_requests.add(request)
+        if self.core.sink.normal:
+            self.core.sink.emit(_submitted(request, with_prompt=self.core.config.log_prompts))
 
     def pages_given_back(self) -> None:
         """Let the scheduler plan again; on the Trio thread, nothing happens once it has gone."""
@@ -130,14 +135,26 @@ class Assembly:
         """End every request that is still open: the engine is going away (R9)."""
         self.is_closing = True
         for request in self.open_requests:
-            request.end("failed", error)
+            end_request(self.core, request, "failed", error)
 
     def cancel(self, request: Request) -> None:
         """End a request early; if the scheduler is gone, end it here (R9)."""
         try:
             self.scheduler.send_nowait(Cancel(request))
         except (ActorClosed, ActorBroken) as error:
-            request.end("failed", error)
+            end_request(self.core, request, "failed", error)
+
+
+def _submitted(request: Request, *, with_prompt: bool) -> RequestSubmitted:
+    return RequestSubmitted(
+        request=request.id,
+        prompt_tokens=request.num_prompt,
+        max_tokens=request.params.max_tokens,
+        deadline_ns=round(request.deadline_s * 1e9),
+        parent=request.parent,
+        prompt=request.prompt if with_prompt else b"",
+        params=request.params if with_prompt else None,
+    )
 
 
 async def assemble(
@@ -171,7 +188,8 @@ async def assemble(
     )
     core.transfer_observer = TransferJournal(sink, pool.memory, core.planned)
     scheduler: Mailbox[SchedulerMessage]
-    scheduler = Mailbox("scheduler", config.max_queue + _SPARE_MAIL, dispose=_refuse)
+    refuse = partial(_refuse, core)
+    scheduler = Mailbox("scheduler", config.max_queue + _SPARE_MAIL, dispose=refuse)
     reports = TransferReports(scheduler)
     core.loader = loader_mailbox(_SPARE_MAIL, reports.ended, reports.settled)
     if sink.normal:
@@ -187,10 +205,11 @@ async def assemble(
     )
 
 
-def _refuse(message: SchedulerMessage) -> None:
+def _refuse(core: EngineCore, message: SchedulerMessage) -> None:
     """End a request that nobody will ever take up."""
-    if isinstance(message, Submit) and not message.request.ended.is_set():
-        message.request.end("failed", RequestFailed("the engine ended before the request began"))
+    if isinstance(message, Submit):
+        error = RequestFailed("the engine ended before the request began")
+        end_request(core, message.request, "failed", error)
 
 
 def _log_open(core: EngineCore, model_name: str) -> LogOpen:
@@ -206,6 +225,7 @@ def _log_open(core: EngineCore, model_name: str) -> LogOpen:
         device_pages=core.config.device_pages,
         host_pages=core.config.host_pages,
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        config=evolve(core.config, tenant_salt=b""),
     )
 
 
@@ -216,7 +236,7 @@ async def run_services(assembly: Assembly) -> AsyncGenerator[None]:
         nursery.start_soon(assembly.log.run)
         try:
             async with (
-                open_cpu_stream("compute", observer=_StallCounter(assembly.core)) as compute,
+                open_cpu_stream("compute", observer=assembly.core.stalls) as compute,
                 open_cpu_stream("load") as load_stream,
                 open_cpu_stream("store") as store_stream,
                 open_supervisor(
@@ -274,17 +294,6 @@ async def _start(
                 lambda own: StepWorker(own, assembly.scheduler, core.model, core.pool, compute),
             )
         )
-
-
-@final
-class _StallCounter:
-    """Adds up how long compute really stood still for transfers; called on the stream's worker."""
-
-    def __init__(self, core: EngineCore) -> None:
-        self._counters = core.counters
-
-    def __call__(self, completion: Completion, seconds: float) -> None:
-        self._counters.gate_wait_s += seconds
 
 
 @final

@@ -98,7 +98,8 @@ class Batching:
             tuple(self._input(part) for part in parts),
             digests=core.config.digests,
         )
-        lease = core.pool.lease_step([seq.require_held().lease for seq in members])
+        leases = [seq.require_held().lease for seq in members]
+        lease = core.pool.lease_step(leases, inputs.step)
         order = StepOrder(kind, members, inputs, lease, self._keeps(parts), core.clock.now())
         for seq in members:
             seq.in_step = True

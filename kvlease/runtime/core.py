@@ -22,6 +22,7 @@ from kvlease.runtime.loader import submit
 from kvlease.runtime.mailbox import Mailbox
 from kvlease.runtime.messages import StepKind, StepOrder
 from kvlease.runtime.sequence import Phase, Sequence
+from kvlease.runtime.stalls import StallBook
 from kvlease.runtime.transfer import Transfer
 from kvlease.runtime.transfer_plan import TransferObserver, TransferPlan
 from kvlease.units import StepId, TransferId
@@ -48,8 +49,9 @@ class EngineCore:
         self.sink = sink
         self.clock = clock
         self.identity = identity
-        self.root = identity.root()
+        self.root = self.first_root = identity.root()
         self.counters = counters
+        self.stalls = StallBook(counters)
         arithmetic = config.compute == "model"
         # Without arithmetic, computing again costs nothing and would always win: always load then.
         self.estimates = Estimates(is_choosing=config.load_or_recompute and arithmetic)

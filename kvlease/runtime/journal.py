@@ -4,15 +4,14 @@ Each method is called by the code that makes the transition (R14). A transfer's 
 stream workers too; the log takes them from any thread, before any reader can see the transition.
 """
 
-import time
+from collections.abc import Sequence
 from typing import final
 
 from kvlease.pools.held import PlannedTransfer
 from kvlease.pools.memory import Memory
-from kvlease.protocols.event_base import EventSink
+from kvlease.protocols.event_base import EventSink, Opening
 from kvlease.protocols.event_pages import LeaseWait
 from kvlease.protocols.event_work import (
-    Opening,
     Row,
     StepDiscarded,
     StepDone,
@@ -26,10 +25,12 @@ from kvlease.protocols.event_work import (
     TransferRevoke,
 )
 from kvlease.protocols.ports import SampledToken
+from kvlease.protocols.readiness import PendingTransfer
 from kvlease.runtime.counters import Counters
 from kvlease.runtime.messages import StepKind, StepOrder
+from kvlease.runtime.stalls import StallBook
 from kvlease.runtime.transfer import Transfer
-from kvlease.units import LayerId, LeaseId, TransferId
+from kvlease.units import LayerId, LeaseId, StepId, TransferId
 
 _LOADER = "loader"
 """Stream workers make the loader's transitions; the log names the actor they work for."""
@@ -55,8 +56,6 @@ class TransferJournal:
         memory = self._memory
         is_load = plan.kind == "load"
         source, target = (memory.host, memory.device) if is_load else (memory.device, memory.host)
-        boundary = planned.boundary_page
-        tails = [] if boundary < 0 else [(boundary, 1, memory.device.epochs[boundary])]
         layers = {order.layer for order in plan.copies}
         self._sink.emit(
             TransferPlan(
@@ -69,11 +68,13 @@ class TransferJournal:
                 destination_tier="device" if is_load else "host",
                 destination=target.runs(planned.destination),
                 destination_lease=planned.destination_lease,
-                tail_pages=tails,
+                tails=len(planned.tails),
+                reader=planned.reader or 0,
+                request=planned.request,
                 layers=(min(layers), max(layers) - min(layers) + 1),
                 components=sorted({order.component for order in plan.copies}),
                 nbytes=plan.nbytes,
-                deadline_ns=time.monotonic_ns() + round(plan.deadline_s * 1e9),
+                deadline_ns=transfer.deadline_ns,
                 owner=plan.owner,
             )
         )
@@ -134,18 +135,22 @@ class GateJournal:
         self._sink = sink
         self._counters = counters
 
-    def waited(self, lease: LeaseId, layer: LayerId, transfer: str) -> None:
-        """A reader was made to wait for one layer of a transfer."""
+    def waited(
+        self, leases: Sequence[LeaseId], step: StepId, layer: LayerId, transfer: PendingTransfer
+    ) -> None:
+        """Readers were made to wait for one layer of a transfer."""
         self._counters.gate_waits += 1
         if self._sink.audit:
+            assert isinstance(transfer, Transfer), "the engine starts no other"
             self._sink.emit(
                 LeaseWait(
-                    lease=lease,
+                    leases=list(leases),
+                    step=step,
                     layer=layer,
-                    components=[],
-                    transfer=int(transfer.rpartition(" ")[2]),
-                    owner="loader",
-                    deadline_ns=0,
+                    components=transfer.missing(layer),
+                    transfer=transfer.plan.id,
+                    owner=transfer.plan.owner,
+                    deadline_ns=transfer.deadline_ns,
                 )
             )
 
@@ -158,9 +163,10 @@ class StepJournal:
     a step names the earlier ``step.read`` instead of writing one of its own.
     """
 
-    def __init__(self, sink: EventSink) -> None:
-        """Borrows the log."""
+    def __init__(self, sink: EventSink, stalls: StallBook) -> None:
+        """Borrows the log, and the book of how long compute stood still."""
         self._sink = sink
+        self._stalls = stalls
         self._last: dict[StepKind, tuple[list[LeaseId], int]] = {}
 
     def step_done(
@@ -192,8 +198,12 @@ class StepJournal:
         if self._sink.normal:
             read = self._read(order) if self._sink.audit else 0
             reason = "cancelled" if error is None else str(error)
-            step = order.inputs.step
-            self._sink.emit(StepDiscarded(step=step, read=read, reason=reason))
+            lost = {a.id for s in order.members for a in s.require_held().arrivals if a.is_lost}
+            self._sink.emit(
+                StepDiscarded(
+                    step=order.inputs.step, read=read, reason=reason, transfers=sorted(lost)
+                )
+            )
 
     def _read(self, order: StepOrder) -> int:
         """Return the step whose ``step.read`` says what this one opened, writing it if needed."""
@@ -208,7 +218,8 @@ class StepJournal:
         opens = [
             Opening(lease, first, count, after)
             for lease in leases
-            for first, count, after in order.lease.opened
+            for first, count, after in order.lease.openings.runs
         ]
-        self._sink.emit(StepRead(step=step, opens=opens))
+        stalls = self._stalls.take(order.lease.pending)
+        self._sink.emit(StepRead(step=step, opens=opens, stalls=stalls))
         return step

@@ -4,6 +4,7 @@ The scheduler owns everything but the outbox's reading end; the caller sees toke
 published and then one result, always (R9). Nothing here decides when a request runs.
 """
 
+import hashlib
 import math
 from array import array
 from contextlib import suppress
@@ -115,6 +116,13 @@ class Request:
             recomputed=self.recomputed,
             output=len(self.output),
         )
+
+    def answer_hash(self) -> str:
+        """Return a hash of the answer: its tokens, and the logits' digests if they are kept."""
+        answer = hashlib.blake2b(digest_size=8)
+        for event in self.output:
+            answer.update(event.token.to_bytes(4, "little") + (event.digest or b""))
+        return answer.hexdigest()
 
     def end(self, finish_reason: str, error: KVLeaseError | None = None) -> None:
         """Make the request terminal: set the result or the error and wake the caller.

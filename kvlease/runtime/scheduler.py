@@ -21,12 +21,12 @@ from kvlease.errors import (
     PagesUnavailable,
     UsageError,
 )
-from kvlease.protocols.events import RequestSubmitted
 from kvlease.runtime.actor import Actor
 from kvlease.runtime.admission import Admission
 from kvlease.runtime.batching import Batching
 from kvlease.runtime.completions import BAD_STATES
 from kvlease.runtime.core import EngineCore
+from kvlease.runtime.endings import end_request
 from kvlease.runtime.mailbox import Mailbox
 from kvlease.runtime.messages import (
     Cancel,
@@ -86,6 +86,7 @@ class Scheduler(Actor[SchedulerMessage]):
                 with trio.move_on_after(self._until_deadline()):
                     message = await self.mailbox.receive()
             except ActorClosed:
+                self._core.pool.say_ledger()
                 return
 
     def _take_turn(self, message: SchedulerMessage | None) -> None:
@@ -143,16 +144,6 @@ class Scheduler(Actor[SchedulerMessage]):
         core.counters.requests += 1
         self._by_request[request.id] = seq
         heapq.heappush(self._deadlines, (request.deadline_s, request.id))
-        if core.sink.normal:
-            core.sink.emit(
-                RequestSubmitted(
-                    request=request.id,
-                    prompt_tokens=request.num_prompt,
-                    max_tokens=request.params.max_tokens,
-                    deadline_ns=round(request.deadline_s * 1e9),
-                    parent=request.parent,
-                )
-            )
 
     def _end_early(self, request: RequestId, reason: str, error: DeadlineExceeded | None) -> None:
         """End a request now, or as soon as the step that it is in is over.
@@ -167,7 +158,7 @@ class Scheduler(Actor[SchedulerMessage]):
         if not seq.in_step:
             self._settlement.retire(seq)
         elif error is not None:
-            seq.request.end(reason, error)
+            end_request(self._core, seq.request, reason, error)
 
     # -- deadlines -----------------------------------------------------------------------------
 

@@ -11,10 +11,10 @@ from typing import final
 
 from kvlease.errors import KVLeaseError, PagesUnavailable, RequestFailed
 from kvlease.pools.held import PlannedTransfer
-from kvlease.protocols.events import RequestFailed as RequestFailedEvent
-from kvlease.protocols.events import RequestFinished, RequestPreempted
+from kvlease.protocols.events import RequestPreempted
 from kvlease.protocols.ports import CompletionState, SampledToken
 from kvlease.runtime.core import EngineCore
+from kvlease.runtime.endings import end_request
 from kvlease.runtime.journal import StepJournal
 from kvlease.runtime.messages import KeepTail, StepEnded, StepOrder
 from kvlease.runtime.request import TokenEvent
@@ -23,6 +23,9 @@ from kvlease.runtime.transfer import Transfer
 
 MAX_RESTARTS = 3
 """Step failures of one request's own making before it is failed instead of tried again."""
+
+LEDGER_EVERY = 256
+"""Steps between two lines of the pools' own count in the log."""
 
 STORE_PAGES = 32
 """Pages that a long prefill or decode seals before they are stored together; one transfer of many
@@ -36,7 +39,7 @@ class Settlement:
     def __init__(self, core: EngineCore) -> None:
         """Borrows the core for the life of the engine."""
         self._core = core
-        self._journal = StepJournal(core.sink)
+        self._journal = StepJournal(core.sink, core.stalls)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -46,6 +49,8 @@ class Settlement:
         core.steps[order.phase] = None
         order.is_settled = True
         core.counters.steps += 1
+        if core.counters.steps % LEDGER_EVERY == 0:
+            core.pool.say_ledger()
         for seq in order.members:
             seq.in_step = False
         if ended.tokens is None:
@@ -194,6 +199,7 @@ class Settlement:
         """Forget a transfer whose copies have all returned; its ends are free already."""
         planned = self._core.planned.pop(transfer.plan.id)
         del self._core.transfers[planned]
+        self._core.stalls.forget(transfer)
 
     def _store(self, seq: Sequence) -> None:
         """Copy newly sealed pages to the host as the write policy asks, if there is room."""
@@ -205,7 +211,7 @@ class Settlement:
         min_hits = 1 if policy == "selective" else 0
         tails, held.unstored_tails, held.unstored_pages = held.unstored_tails, [], 0
         try:
-            planned = core.pool.transfers.plan_store(held, min_hits, tails)
+            planned = core.pool.transfers.plan_store(held, seq.request.id, min_hits, tails)
         except PagesUnavailable:
             core.counters.skipped_stores += 1
             return
@@ -232,7 +238,7 @@ class Settlement:
 
     def _terminate(self, seq: Sequence, reason: str, error: KVLeaseError | None) -> None:
         core, request = self._core, seq.request
-        request.end(reason, error)
+        end_request(core, request, reason, error)
         usage = request.usage()
         counters = core.counters
         counters.prompt_tokens += usage.prompt if request.is_admitted else 0
@@ -243,19 +249,10 @@ class Settlement:
         counters.recomputed_tokens += usage.recomputed
         if error is not None:
             counters.failed += 1
-            if core.sink.normal:
-                failed = RequestFailedEvent(request=request.id, reason=str(error), usage=usage)
-                core.sink.emit(failed)
             return
         core.estimates.served(core.clock.now() - request.submitted_s)
         counters.finished += reason != "cancelled"
         counters.cancelled += reason == "cancelled"
-        if core.sink.normal:
-            first = request.first_token_s
-            ttft_us = 0 if first is None else round((first - request.submitted_s) * 1e6)
-            core.sink.emit(
-                RequestFinished(request=request.id, reason=reason, usage=usage, ttft_us=ttft_us)
-            )
 
     def restart(self, seq: Sequence, reason: str) -> None:
         """Take a sequence off its pages and queue it first; what is sealed stays cached."""

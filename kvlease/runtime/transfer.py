@@ -31,10 +31,10 @@ from kvlease.units import LayerId
 
 
 @final
-class _LayerCompletion(JointCompletion):
+class LayerCompletion(JointCompletion):
     """The joint completion of one layer's components, which tells the transfer of its steps."""
 
-    __slots__ = ("_transfer", "is_empty", "layer")
+    __slots__ = ("is_empty", "layer", "transfer")
 
     def __init__(
         self,
@@ -43,20 +43,22 @@ class _LayerCompletion(JointCompletion):
         parts: tuple[CpuCompletion, ...],
         lock: threading.Lock,
     ) -> None:
-        self._transfer = transfer
+        """Adopt the parts; made by the transfer."""
+        self.transfer = transfer
         self.layer = layer
         self.is_empty = layer in transfer.plan.empty_layers
         super().__init__(f"{transfer.name} layer {layer}", parts, lock)
 
     @property
     def nbytes(self) -> int:
+        """Bytes that have arrived."""
         return sum(part.copy.done_nbytes for part in self.parts)
 
     def _entering(self, state: CompletionState, part: CpuCompletion) -> None:
-        self._transfer._layer_entering(self, state, part)
+        self.transfer._layer_entering(self, state, part)
 
     def _entered(self, state: CompletionState, part: CpuCompletion, due: list[Hook]) -> None:
-        self._transfer._layer_entered(state, part, due)
+        self.transfer._layer_entered(state, part, due)
 
 
 @final
@@ -109,7 +111,7 @@ class Transfer(CompletionBase):
         self._unrecorded = self._unfinished = plan.num_layers
         self._start()
 
-    def _join(self) -> tuple[_LayerCompletion, ...]:
+    def _join(self) -> tuple[LayerCompletion, ...]:
         parts: list[list[CpuCompletion]] = [[] for _ in range(self.plan.num_layers)]
         for order, part in zip(self.plan.copies, self._parts, strict=True):
             parts[order.layer].append(part)
@@ -117,7 +119,7 @@ class Transfer(CompletionBase):
             # One part of no bytes, finished at the start: DONE by the machine, not by exception.
             parts[layer].append(CpuCompletion(f"{self.name} layer {layer}", 0, self._lock))
         return tuple(
-            _LayerCompletion(self, LayerId(layer), tuple(mine), self._lock)
+            LayerCompletion(self, LayerId(layer), tuple(mine), self._lock)
             for layer, mine in enumerate(parts)
         )
 
@@ -143,6 +145,24 @@ class Transfer(CompletionBase):
             for order, part in zip(self.plan.copies, self._parts, strict=True)
             if (order.layer, order.component) == (layer, component)
         )
+
+    def missing(self, layer: int) -> list[str]:
+        """Return the components of a layer that have not arrived."""
+        return [
+            order.component
+            for order, part in zip(self.plan.copies, self._parts, strict=True)
+            if order.layer == layer and part.state is not CompletionState.DONE
+        ]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether everything planned has arrived."""
+        return self.state is CompletionState.DONE
+
+    @property
+    def deadline_ns(self) -> int:
+        """When every byte must be true, on the clock that it was planned by."""
+        return round((self.planned_at + self.plan.deadline_s) * 1e9)
 
     @property
     def bytes_done(self) -> int:
@@ -280,7 +300,7 @@ class Transfer(CompletionBase):
             self._settled._step(CopyEvent.FINISH, 0, None, due)
 
     def _layer_entering(
-        self, layer: _LayerCompletion, state: CompletionState, part: CpuCompletion
+        self, layer: LayerCompletion, state: CompletionState, part: CpuCompletion
     ) -> None:
         """Tell the observer of a layer's step before a reader can see it; the lock is held."""
         if self.state in FINAL_STATES:

@@ -17,6 +17,7 @@ from kvlease.kernels.models.deepseek_v4 import DeepseekV4
 from kvlease.kernels.models.step_run import TokensDrawn
 from kvlease.protocols.ownership import StepLease
 from kvlease.protocols.ports import Completion, Sampling, SequenceInput, StepInput, Stream
+from kvlease.protocols.readiness import Openings
 from kvlease.protocols.schema import RowFormat, Schema
 from kvlease.protocols.views import EpochCell, OpenRows, PagedRows, SlotRows
 from kvlease.units import LayerId, LeaseId, RequestId, StepId
@@ -182,7 +183,9 @@ class Rig:
             inputs.append(SequenceInput(RequestId(number + 1), sequence.computed, part, how))
         # nothing is in flight in the rig, so the lease needs no members to wait for
         members = [sequence for sequence, _ in work]
-        lease = StepLease(LeaseId(1), [], members, self, self.schema.num_layers, lambda: 0)
+        lease = StepLease(
+            LeaseId(1), [], members, self, self.schema.num_layers, Openings(lambda: 0)
+        )
         step_input = StepInput(StepId(1), tuple(inputs), digests)
         result = run_now(self.model.forward(step_input, lease, InlineStream()))
         lease.close()

@@ -10,6 +10,7 @@ from kvlease.kernels.models.step_run import TokensDrawn
 from kvlease.kernels.models.tokenizer import EOS, SPECIAL_TOKENS, ByteTokenizer
 from kvlease.protocols.ownership import StepLease
 from kvlease.protocols.ports import StepInput
+from kvlease.protocols.readiness import Openings
 from kvlease.units import LeaseId, StepId
 from tests.kernels.rig import InlineStream, Rig, run_now
 
@@ -96,7 +97,7 @@ def test_tokenizer_is_bytes() -> None:
 def test_misuse_is_refused() -> None:
     model = load_model(None, ModelOptions(exact=False))
     rig = Rig(model)
-    lease = StepLease(LeaseId(1), [], [], rig, model.schema.num_layers, lambda: 0)
+    lease = StepLease(LeaseId(1), [], [], rig, model.schema.num_layers, Openings(lambda: 0))
     with pytest.raises(UsageError, match="at least one"):
         run_now(model.forward(StepInput(StepId(1), ()), lease, InlineStream()))
     with pytest.raises(UsageError, match="still running"):

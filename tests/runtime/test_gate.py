@@ -9,8 +9,8 @@ import trio
 
 from kvlease.errors import RequestFailed
 from kvlease.protocols.config import SamplingParams
-from kvlease.protocols.ownership import Readiness
 from kvlease.protocols.ports import CopyOrder
+from kvlease.protocols.readiness import Readiness
 from kvlease.runtime.assembly import EnginePorts
 from kvlease.runtime.engine import Engine, open_engine
 from kvlease.runtime.request import GenerateResult

@@ -8,8 +8,8 @@ import trio
 import trio.testing
 
 from kvlease.errors import NotReady, TransferFailed, UsageError
-from kvlease.protocols.ownership import PendingTransfer, Readiness
 from kvlease.protocols.ports import CompletionState, CopyOrder
+from kvlease.protocols.readiness import PendingTransfer, Readiness
 from kvlease.runtime.completions import CompletionBase
 from kvlease.runtime.streams import open_cpu_stream
 from kvlease.runtime.transfer import Transfer
@@ -174,12 +174,12 @@ async def test_a_held_component_holds_its_layers_reader_and_no_other(
 async def test_a_reader_of_an_unrecorded_layer_waits_and_then_its_stream_does() -> None:
     """R2 end to end: the task waits for RECORDED, the stream for DONE."""
     transfer = Transfer(plan(*grid(2, "latent")))
-    readiness = Readiness(2, [transfer])
+    readiness = Readiness(2, [(LeaseId(1), transfer)])
     order_of_events: list[str] = []
     async with open_cpu_stream("compute") as stream, trio.open_nursery() as nursery:
 
         async def read() -> None:
-            await readiness.settle(LeaseId(1), LayerId(0), stream)
+            await readiness.settle(LayerId(0), stream)
             order_of_events.append("ordered")
             stream.launch(lambda: order_of_events.append("computed"))
 

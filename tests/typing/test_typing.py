@@ -12,7 +12,8 @@ import torch
 from kvlease.errors import LeaseMoved, StaleEpoch
 from kvlease.kernels.views import RowIndex, read_rows
 from kvlease.protocols.geometries import V4Geometry, deepseek_v4_schema
-from kvlease.protocols.ownership import Exclusive, Lease, Readiness, SequenceLease
+from kvlease.protocols.ownership import Exclusive, Lease, SequenceLease
+from kvlease.protocols.readiness import Openings, Readiness
 from kvlease.protocols.schema import SparseLayer
 from kvlease.protocols.views import EpochCell, PagedRows
 from kvlease.units import LayerId, LeaseId
@@ -82,6 +83,9 @@ class _Grantor:
     def view_source(self, pages: object, layer: LayerId, cell: EpochCell) -> "_Source":
         return _Source(cell)
 
+    def lease_moved(self, lease: LeaseId, *, freezes: bool) -> None:
+        """Nobody listens here."""
+
 
 class _Source:
     def __init__(self, cell: EpochCell) -> None:
@@ -98,7 +102,8 @@ class _Source:
 
 
 def exclusive_lease(closed: list[object]) -> "Lease[Exclusive]":
-    return Lease(LeaseId(1), [0], _Grantor(), Readiness(1), closed.append)  # type: ignore[arg-type]
+    openings = Openings(lambda: 0)
+    return Lease(LeaseId(1), [0], _Grantor(), Readiness(1), openings, closed.append)  # type: ignore[arg-type]
 
 
 def sparse_layer() -> SparseLayer:
