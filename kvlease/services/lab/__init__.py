@@ -1,0 +1,1 @@
+"""The race lab: a simulated device, faults, and schedules that are explored."""
