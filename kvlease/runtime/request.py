@@ -97,7 +97,13 @@ class Request:
         return tokens
 
     def publish(self, events: tuple[TokenEvent, ...], now_s: float) -> None:
-        """Hand a step's tokens to the caller; a caller that has gone is no error."""
+        """Hand a step's tokens to the caller; a caller that has gone is no error.
+
+        Nothing is added to a request that has ended: an engine that is closed ends its requests
+        while their last steps still run.
+        """
+        if self.ended.is_set():
+            return
         self.output.extend(events)
         if self.first_token_s is None:
             self.first_token_s = now_s

@@ -86,6 +86,7 @@ class Scheduler(Actor[SchedulerMessage]):
                 with trio.move_on_after(self._until_deadline()):
                     message = await self.mailbox.receive()
             except ActorClosed:
+                self._settlement.abandon_all()
                 self._core.pool.say_ledger()
                 return
 

@@ -236,6 +236,24 @@ class Settlement:
         seq.phase = Phase.ENDED
         self._terminate(seq, reason or seq.ending or "failed", seq.error)
 
+    def abandon_all(self) -> None:
+        """Let go of all that still runs or waits; for an engine that is closing.
+
+        What a step still uses is left as it is: its worker never told of its end (R6).
+        """
+        core = self._core
+        error = RequestFailed("the engine was closed before the answer was complete")
+        for seq in [*core.running, *core.waiting]:
+            if seq.in_step:
+                continue
+            if seq.held is not None:
+                core.pool.close(seq.held)
+                seq.held = None
+            seq.phase = Phase.ENDED
+            self._terminate(seq, seq.ending or "failed", seq.error or error)
+        core.running = [seq for seq in core.running if seq.in_step]
+        core.waiting.clear()
+
     def _terminate(self, seq: Sequence, reason: str, error: KVLeaseError | None) -> None:
         core, request = self._core, seq.request
         end_request(core, request, reason, error)
