@@ -6,6 +6,7 @@ learns from each how many bytes it moved. The kinds differ only in which stores 
 
 from collections.abc import Iterable, Iterator
 from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ import torch
 from kvlease.pools.storage import RingStore, SpanStore, TailStore, span_components, tail_components
 from kvlease.protocols.ports import CopyOrder
 from kvlease.protocols.schema import Schema, TailComponent
+from kvlease.units import LayerId, TransferId
 
 
 def index_tensor(numbers: Iterable[int]) -> torch.Tensor:
@@ -30,7 +32,7 @@ def _copy_numbered(
 
 def span_orders(
     schema: Schema,
-    name: str,
+    transfer: TransferId,
     kind: str,
     ends: tuple[SpanStore, SpanStore],
     pages: tuple[torch.Tensor, torch.Tensor],
@@ -40,14 +42,37 @@ def span_orders(
     from_pages, to_pages = pages
     for layer, span in span_components(schema):
         nbytes = len(from_pages) * schema.rows_per_page(span) * span.format.nbytes
-        run = partial(
-            _copy_numbered,
-            source.rows(layer, span.name),
-            from_pages,
-            target.rows(layer, span.name),
-            to_pages,
-        )
-        yield CopyOrder(name, kind, layer, span.name, nbytes, run)
+        rows = source.rows(layer, span.name), target.rows(layer, span.name)
+        yield _numbered(transfer, kind, (layer, span.name), nbytes, rows, (from_pages, to_pages))
+
+
+def _numbered(
+    transfer: TransferId,
+    kind: str,
+    part: tuple[LayerId, str],
+    nbytes: int,
+    ends: tuple[torch.Tensor, torch.Tensor],
+    numbers: tuple[torch.Tensor, torch.Tensor],
+) -> CopyOrder:
+    """Return the order that copies numbered pages or slots, [n] int64 at each end."""
+    (source, target), (from_ids, to_ids) = ends, numbers
+    run = partial(_copy_numbered, source, from_ids, target, to_ids)
+    places = partial(_numbers, to_ids)
+    memory = partial(_numbered_bytes, target, to_ids)
+    return CopyOrder(transfer, kind, *part, nbytes, run, places, memory)
+
+
+def _numbers(ids: torch.Tensor) -> list[int]:
+    return cast("list[int]", ids.tolist())
+
+
+def _numbered_bytes(target: torch.Tensor, ids: torch.Tensor) -> list[memoryview]:
+    return [_bytes_of(target[number]) for number in _numbers(ids)]
+
+
+def _bytes_of(rows: torch.Tensor) -> memoryview:
+    """Borrow contiguous rows in CPU memory as bytes."""
+    return rows.view(torch.uint8).numpy().data.cast("B")
 
 
 def keep_tails(
@@ -90,16 +115,20 @@ def _kept_places(
     return flat, missing if bool(missing.any()) else None
 
 
-def _resume(kept: torch.Tensor, ring: torch.Tensor, tail: TailComponent, boundary: int) -> int:
+def _resumed_rows(tail: TailComponent, boundary: int) -> torch.Tensor:
     first = max(0, boundary - tail.kept_rows)
-    rows = torch.arange(first, boundary, dtype=torch.int64) % tail.ring_rows
-    ring[rows, : tail.kept_width] = kept[tail.kept_rows - (boundary - first) :]
+    return torch.arange(first, boundary, dtype=torch.int64) % tail.ring_rows
+
+
+def _resume(kept: torch.Tensor, ring: torch.Tensor, rows: torch.Tensor) -> int:
+    """Copy the kept rows that exist into their ring rows."""
+    ring[rows] = kept[len(kept) - len(rows) :]
     return kept.nbytes
 
 
 def resume_orders(
     schema: Schema,
-    name: str,
+    transfer: TransferId,
     kind: str,
     tails: tuple[TailStore, int],
     rings: tuple[RingStore, int],
@@ -111,31 +140,34 @@ def resume_orders(
     for layer, tail in tail_components(schema):
         if tail.kept_rows:
             kept = store.kept(layer, tail.name)[tail_slot]
-            ring = ring_store.ring(layer, tail.name)[slot]
-            run = partial(_resume, kept, ring, tail, boundary)
-            yield CopyOrder(name, kind, layer, tail.name, tail.kept_nbytes, run)
+            ring = ring_store.ring(layer, tail.name)[slot, :, : tail.kept_width]
+            rows = _resumed_rows(tail, boundary)
+            yield CopyOrder(
+                transfer,
+                kind,
+                layer,
+                tail.name,
+                tail.kept_nbytes,
+                partial(_resume, kept, ring, rows),
+                partial(list[int], (slot,)),
+                partial(_numbered_bytes, ring, rows),
+            )
 
 
 def tail_orders(
     schema: Schema,
-    name: str,
+    transfer: TransferId,
     kind: str,
     ends: tuple[TailStore, TailStore],
     slots: tuple[torch.Tensor, torch.Tensor],
 ) -> Iterator[CopyOrder]:
     """Yield the orders that move kept tails between tiers, slots [n] int64 at each end."""
-    from_slots, to_slots = slots
+    from_slots, _ = slots
     for layer, tail in tail_components(schema):
         if tail.kept_rows:
-            run = partial(
-                _copy_numbered,
-                ends[0].kept(layer, tail.name),
-                from_slots,
-                ends[1].kept(layer, tail.name),
-                to_slots,
-            )
+            kept = ends[0].kept(layer, tail.name), ends[1].kept(layer, tail.name)
             nbytes = tail.kept_nbytes * len(from_slots)
-            yield CopyOrder(name, kind, layer, tail.name, nbytes, run)
+            yield _numbered(transfer, kind, (layer, tail.name), nbytes, kept, slots)
 
 
 def in_layer_order(orders: Iterable[CopyOrder]) -> tuple[CopyOrder, ...]:

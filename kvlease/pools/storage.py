@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import final
 
+import numpy as np
 import torch
 
 from kvlease.errors import ConfigError
@@ -40,8 +41,13 @@ def _allocate(
     shape: tuple[int, ...], dtype: torch.dtype, device: str, pinned: bool
 ) -> torch.Tensor:
     try:
+        if device == "cpu" and not pinned:
+            # Zeros that the system makes when a page is first touched: no time, and memory that
+            # nobody wrote reads the same in every run.
+            zeros = np.zeros(math.prod(shape), f"i{dtype.itemsize}")
+            return torch.from_numpy(zeros).view(dtype).view(shape)
         return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
-    except RuntimeError as error:  # torch has no name of its own for this one
+    except (MemoryError, RuntimeError) as error:  # torch has no name of its own for this one
         gb = math.prod(shape) * dtype.itemsize / 1e9
         raise ConfigError(
             f"there is no memory for {gb:,.1f} GB of cache on {device}: give fewer device_pages or"

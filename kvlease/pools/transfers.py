@@ -74,7 +74,7 @@ class Transfers:
             if memory.poison:
                 memory.spans.poison_pages(ends[1])
             stores = (memory.host_spans, memory.spans)
-            orders.append(span_orders(memory.schema, planned.name, "load", stores, ends))
+            orders.append(span_orders(memory.schema, planned.id, "load", stores, ends))
         if match.tail is not None:
             orders.append(self._resume(planned, match, held.lease.slot))
             planned.tails = (match.tail,)
@@ -94,7 +94,7 @@ class Transfers:
             kept = (memory.host_tails, tail.host.slot)
         boundary = match.num_pages * memory.schema.page_tokens
         rings = (memory.rings, slot)
-        return resume_orders(memory.schema, planned.name, "load", kept, rings, boundary)
+        return resume_orders(memory.schema, planned.id, "load", kept, rings, boundary)
 
     def plan_store(
         self, held: Held, request: int, min_hits: int = 0, tails: Sequence[Tail] = ()
@@ -148,7 +148,7 @@ class Transfers:
         if source:
             ends = (index_tensor(source), index_tensor(pages))
             stores = (memory.spans, memory.host_spans)
-            orders.append(span_orders(memory.schema, planned.name, "store", stores, ends))
+            orders.append(span_orders(memory.schema, planned.id, "store", stores, ends))
         orders.extend(self._store_tails(planned, wanted))
         planned.source, planned.destination = source, pages
         return self._enter(planned, orders)
@@ -178,7 +178,7 @@ class Transfers:
         planned.tails = tuple(chosen)
         stores = (memory.tails, memory.host_tails)
         ends = (index_tensor(source), index_tensor(target))
-        return [tail_orders(memory.schema, planned.name, "store", stores, ends)]
+        return [tail_orders(memory.schema, planned.id, "store", stores, ends)]
 
     def _host_room(self, num_pages: int) -> None:
         host = self._memory.host

@@ -12,7 +12,7 @@ import msgspec
 from attrs import frozen
 
 from kvlease.protocols.schema import Schema
-from kvlease.units import RequestId, StepId
+from kvlease.units import RequestId, StepId, TransferId
 
 if TYPE_CHECKING:
     from kvlease.protocols.ownership import StepLease
@@ -191,14 +191,20 @@ class CopyOrder(msgspec.Struct, frozen=True):
 
     ``run`` moves the bytes and returns how many; it is called once, on the worker of the stream
     that carries the transfer. Both ends stay leased until it has returned (R7).
+
+    The last two tell what it writes. ``places`` lists the pages, or the slots of sequence state,
+    that it fills. ``target`` borrows their memory, in any number of pieces: it is for whoever
+    damages or checks copies on the CPU, and the same lease covers it.
     """
 
-    transfer: str
+    transfer: TransferId
     kind: str
     layer: int
     component: str
     nbytes: int
     run: Callable[[], int]
+    places: Callable[[], Sequence[int]]
+    target: Callable[[], Sequence[memoryview]]
 
 
 class Copier(Protocol):

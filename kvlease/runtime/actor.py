@@ -6,14 +6,36 @@ This module does not know who supervises them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Generic, Literal, TypeVar
+from collections.abc import AsyncIterator, Callable
+from typing import Generic, Literal, Protocol, TypeVar
 
 from attrs import frozen
 
 from kvlease.runtime.mailbox import Mailbox
 
 M = TypeVar("M")
+R = TypeVar("R", covariant=True)
+
+
+class Inbox(Protocol[R]):
+    """The reading end of a mailbox: all that an actor sees of it."""
+
+    @property
+    def name(self) -> str:
+        """The actor's name."""
+        ...
+
+    async def receive(self) -> R:
+        """Take the next message, waiting for one."""
+        ...
+
+    def receive_nowait(self) -> R:
+        """Take the next message; never waits."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[R]:
+        """Iterate over messages until the mailbox is closed and empty."""
+        ...
 
 
 class Actor(ABC, Generic[M]):
@@ -23,7 +45,7 @@ class Actor(ABC, Generic[M]):
     to whoever makes the actor, never to the actor.
     """
 
-    def __init__(self, mailbox: Mailbox[M]) -> None:
+    def __init__(self, mailbox: Inbox[M]) -> None:
         """Borrow the mailbox; it outlives the actor."""
         self.mailbox = mailbox
 

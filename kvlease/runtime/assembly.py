@@ -6,12 +6,12 @@ scope; actors are made by factories, again and again if need be.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import final
+from typing import Protocol, TypeVar, final
 
 import trio
 from attrs import define, evolve, field, frozen
@@ -31,7 +31,7 @@ from kvlease.protocols.events import (
 )
 from kvlease.protocols.identity import CacheIdentity
 from kvlease.protocols.ports import Clock, Copier, ModelRunner
-from kvlease.runtime.actor import ActorEvent, ActorSpec
+from kvlease.runtime.actor import ActorEvent, ActorSpec, Inbox
 from kvlease.runtime.clock import MonotonicClock
 from kvlease.runtime.core import EngineCore
 from kvlease.runtime.counters import Counters
@@ -55,7 +55,8 @@ from kvlease.runtime.nurseries import open_flat_nursery
 from kvlease.runtime.request import Request
 from kvlease.runtime.scheduler import Scheduler
 from kvlease.runtime.steps import StepWorker
-from kvlease.runtime.streams import CpuStream, open_cpu_stream
+from kvlease.runtime.stream_scope import WaitObserver
+from kvlease.runtime.streams import EngineStreams, open_cpu_streams
 from kvlease.runtime.supervisor import Supervisor, open_supervisor
 from kvlease.runtime.transfer import Transfer
 from kvlease.version import __version__
@@ -66,12 +67,38 @@ _SPARE_MAIL = 1 << 16
 """Room for messages that are no requests; transfers and steps in flight are far fewer."""
 
 
+M = TypeVar("M")
+OpenStreams = Callable[[WaitObserver], AbstractAsyncContextManager[EngineStreams]]
+"""Opens an engine's streams; the observer hears of the waits that really held compute."""
+
+
+class Inboxes(Protocol):
+    """Says what an actor reads its messages from."""
+
+    def __call__(self, mailbox: Mailbox[M], /) -> Inbox[M]:
+        """Return the reading end for the actor of this mailbox."""
+        ...
+
+
+def _own_mailbox(mailbox: Mailbox[M], /) -> Inbox[M]:
+    return mailbox
+
+
 @frozen
 class EnginePorts:
-    """The outside world of an engine; replaced in tests to inject faults and delays."""
+    """The outside world of an engine; replaced to simulate it, and to inject faults and delays.
+
+    Attributes:
+        copier: executes copy orders.
+        clock: what deadlines and measurements go by.
+        streams: opens the three streams for the engine's block.
+        inboxes: may put something between an actor and its mailbox.
+    """
 
     copier: Copier | None = None
     clock: Clock | None = None
+    streams: OpenStreams = open_cpu_streams
+    inboxes: Inboxes = _own_mailbox
 
 
 @frozen
@@ -100,7 +127,7 @@ class Assembly:
     core: EngineCore
     model_name: str
     log: EventLog
-    copier: Copier
+    ports: EnginePorts
     scheduler: Mailbox[SchedulerMessage]
     loader: Mailbox[Transfer]
     workers: dict[StepKind, Mailbox[StepOrder]]
@@ -163,11 +190,14 @@ async def assemble(
     log: EventLog | None,
     ports: EnginePorts,
 ) -> Assembly:
-    """Load the model in a thread and make every part; starts nothing.
+    """Load the model, in a thread unless it is here already, and make every part; starts nothing.
 
     Raises ModelLoadError and ConfigError.
     """
-    loaded = await trio.to_thread.run_sync(load, model, config)
+    if model is None or isinstance(model, str | Path):
+        loaded = await trio.to_thread.run_sync(load, model, config)
+    else:
+        loaded = load(model, config)
     runner = loaded.runner
     sink = log or EventLog(level="off")
     counters = Counters()
@@ -198,7 +228,7 @@ async def assemble(
         core=core,
         model_name=loaded.name,
         log=sink,
-        copier=ports.copier or DirectCopier(),
+        ports=ports,
         scheduler=scheduler,
         loader=core.loader,
         workers={"prefill": Mailbox("prefill", 2), "decode": Mailbox("decode", 2)},
@@ -236,9 +266,7 @@ async def run_services(assembly: Assembly) -> AsyncGenerator[None]:
         nursery.start_soon(assembly.log.run)
         try:
             async with (
-                open_cpu_stream("compute", observer=assembly.core.stalls) as compute,
-                open_cpu_stream("load") as load_stream,
-                open_cpu_stream("store") as store_stream,
+                assembly.ports.streams(assembly.core.stalls) as streams,
                 open_supervisor(
                     strategy="one_for_one",
                     max_restarts=MAX_RESTARTS,
@@ -246,7 +274,7 @@ async def run_services(assembly: Assembly) -> AsyncGenerator[None]:
                     on_event=_ActorJournal(assembly.core),
                 ) as supervisor,
             ):
-                await _start(assembly, supervisor, compute, (load_stream, store_stream))
+                await _start(assembly, supervisor, streams)
                 async with open_flat_nursery() as inside:
                     inside.start_soon(_abandon_at_end, assembly)
                     yield
@@ -263,35 +291,35 @@ async def _abandon_at_end(assembly: Assembly) -> None:
         assembly.abandon(RequestFailed("the engine was closed before the answer was complete"))
 
 
-async def _start(
-    assembly: Assembly,
-    supervisor: Supervisor,
-    compute: CpuStream,
-    copies: tuple[CpuStream, CpuStream],
-) -> None:
-    core = assembly.core
+async def _start(assembly: Assembly, supervisor: Supervisor, streams: EngineStreams) -> None:
+    core, ports = assembly.core, assembly.ports
     reports = TransferReports(assembly.scheduler)
     await supervisor.start(
         ActorSpec(
             assembly.loader,
             lambda mailbox: Loader(
-                mailbox,
-                load_stream=copies[0],
-                store_stream=copies[1],
-                copier=assembly.copier,
+                ports.inboxes(mailbox),
+                load_stream=streams.load,
+                store_stream=streams.store,
+                copier=ports.copier or DirectCopier(),
                 on_end=reports.ended,
                 on_settled=reports.settled,
             ),
         )
     )
     await supervisor.start(
-        ActorSpec(assembly.scheduler, lambda mailbox: Scheduler(core, mailbox, assembly.workers))
+        ActorSpec(
+            assembly.scheduler,
+            lambda mailbox: Scheduler(core, ports.inboxes(mailbox), assembly.workers),
+        )
     )
     for mailbox in assembly.workers.values():
         await supervisor.start(
             ActorSpec(
                 mailbox,
-                lambda own: StepWorker(own, assembly.scheduler, core.model, core.pool, compute),
+                lambda own: StepWorker(
+                    ports.inboxes(own), assembly.scheduler, core.model, core.pool, streams.compute
+                ),
             )
         )
 

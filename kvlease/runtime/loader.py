@@ -6,9 +6,9 @@ know what a page is, who planned the transfer, or what its readers do when it fa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import final
+from typing import NamedTuple, final
 
 import trio
 from attrs import define, frozen
@@ -22,7 +22,7 @@ from kvlease.errors import (
     UsageError,
 )
 from kvlease.protocols.ports import Completion, CompletionState, Copier, CopyOrder, Stream
-from kvlease.runtime.actor import Actor
+from kvlease.runtime.actor import Actor, Inbox
 from kvlease.runtime.completions import CompletionBase
 from kvlease.runtime.mailbox import Mailbox
 from kvlease.runtime.nurseries import open_flat_nursery
@@ -42,6 +42,29 @@ class DirectCopier:
     def copy(self, order: CopyOrder) -> int:
         """Move the order's bytes on the calling stream worker."""
         return order.run()
+
+
+@frozen(eq=False)
+class RunCopies:
+    """A stream's work: the copies ``first`` to ``last - 1`` of a transfer's plan, in order.
+
+    A stream may look at what it is asked to move before it runs it.
+    """
+
+    transfer: Transfer
+    first: int
+    last: int
+    copier: Copier
+
+    @property
+    def orders(self) -> tuple[CopyOrder, ...]:
+        """The orders that will be copied."""
+        return self.transfer.plan.copies[self.first : self.last]
+
+    def __call__(self) -> None:
+        """Copy on the calling stream worker; what goes wrong ends the transfer."""
+        for index in range(self.first, self.last):
+            self.transfer.run_copy(index, self.copier)
 
 
 @define
@@ -120,7 +143,7 @@ class Loader(Actor[Transfer]):
 
     def __init__(
         self,
-        mailbox: Mailbox[Transfer],
+        mailbox: Inbox[Transfer],
         *,
         load_stream: Stream,
         store_stream: Stream,
@@ -188,17 +211,22 @@ class Loader(Actor[Transfer]):
         return sorted(batch, key=lambda transfer: transfer.plan.kind != "load")
 
     def _launch(self, transfer: Transfer) -> None:
-        """Put all copies of a transfer on its stream, recording each layer right behind them."""
+        """Put all copies of a transfer on its stream, recording each layer behind its copies.
+
+        A load goes layer by layer, because its readers do. Nobody reads a store before its end, so
+        it is one piece of work.
+        """
         if transfer.state.is_final or transfer.remaining_s <= 0:
             return  # over, or about to be called late: no use in moving bytes
         is_load = transfer.plan.kind == "load"
         stream = (self._load_stream if is_load else self._store_stream).scope()
-        copies = transfer.plan.copies
+        layers = _layer_runs(transfer.plan.copies)
         try:
-            for index, order in enumerate(copies):
-                stream.launch(partial(transfer.run_copy, index, self._copier))
-                if index + 1 == len(copies) or copies[index + 1].layer != order.layer:
-                    transfer.record_layer(order.layer)
+            for group in [[layer] for layer in layers] if is_load else [layers]:
+                first, last = group[0].first, group[-1].last
+                stream.launch(RunCopies(transfer, first, last, self._copier))
+                for run in group:
+                    transfer.record_layer(run.layer)
             _fail_if_skipped(transfer, stream.record())
         except ActorClosed as error:
             transfer.fail(error)
@@ -273,6 +301,24 @@ class Loader(Actor[Transfer]):
             transfer.release()
         finally:
             self._on_settled(transfer)
+
+
+class _LayerRun(NamedTuple):
+    """The copies ``first`` to ``last - 1`` of a plan are of one layer."""
+
+    layer: int
+    first: int
+    last: int
+
+
+def _layer_runs(copies: Sequence[CopyOrder]) -> list[_LayerRun]:
+    runs: list[_LayerRun] = []
+    for index, order in enumerate(copies):
+        first = index
+        if runs and runs[-1].layer == order.layer:
+            first = runs.pop().first
+        runs.append(_LayerRun(order.layer, first, index + 1))
+    return runs
 
 
 def _fail_if_skipped(transfer: Transfer, end: Completion) -> None:

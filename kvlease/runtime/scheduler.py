@@ -21,7 +21,7 @@ from kvlease.errors import (
     PagesUnavailable,
     UsageError,
 )
-from kvlease.runtime.actor import Actor
+from kvlease.runtime.actor import Actor, Inbox
 from kvlease.runtime.admission import Admission
 from kvlease.runtime.batching import Batching
 from kvlease.runtime.completions import BAD_STATES
@@ -54,7 +54,7 @@ class Scheduler(Actor[SchedulerMessage]):
     def __init__(
         self,
         core: EngineCore,
-        mailbox: Mailbox[SchedulerMessage],
+        mailbox: Inbox[SchedulerMessage],
         workers: dict[StepKind, Mailbox[StepOrder]],
     ) -> None:
         """Borrows the core, its own mailbox and the step workers' mailboxes."""

@@ -14,7 +14,7 @@ import trio
 from kvlease.errors import InternalError, TransferFailed, UsageError
 from kvlease.pools.unified import UnifiedPool
 from kvlease.protocols.ports import ModelRunner, SampledToken, Stream
-from kvlease.runtime.actor import Actor
+from kvlease.runtime.actor import Actor, Inbox
 from kvlease.runtime.mailbox import Mailbox
 from kvlease.runtime.messages import SchedulerMessage, StepEnded, StepOrder
 
@@ -27,7 +27,7 @@ class StepWorker(Actor[StepOrder]):
 
     def __init__(
         self,
-        mailbox: Mailbox[StepOrder],
+        mailbox: Inbox[StepOrder],
         scheduler: Mailbox[SchedulerMessage],
         model: ModelRunner,
         pool: UnifiedPool,

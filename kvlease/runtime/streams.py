@@ -14,9 +14,10 @@ from queue import SimpleQueue
 from typing import final
 
 import trio
+from attrs import frozen
 
 from kvlease.errors import ActorClosed, DeadlineExceeded, InternalError, UsageError
-from kvlease.protocols.ports import Clock
+from kvlease.protocols.ports import Clock, Stream
 from kvlease.runtime.clock import MonotonicClock
 from kvlease.runtime.completions import CompletionBase, CpuCompletion
 from kvlease.runtime.nurseries import open_flat_nursery
@@ -207,6 +208,29 @@ async def open_cpu_stream(
         await nursery.start(stream.run)
         yield stream
         await stream.aclose()
+
+
+@frozen
+class EngineStreams:
+    """The three streams of an engine: one for compute, one for loads, one for stores."""
+
+    compute: Stream
+    load: Stream
+    store: Stream
+
+
+@asynccontextmanager
+async def open_cpu_streams(observer: WaitObserver) -> AsyncGenerator[EngineStreams]:
+    """Open an engine's streams for a block, a thread each; the observer hears of compute's waits.
+
+    Checkpoints: on entry and on exit. Raises what `CpuStream.run` raises.
+    """
+    async with (
+        open_cpu_stream("compute", observer=observer) as compute,
+        open_cpu_stream("load") as load,
+        open_cpu_stream("store") as store,
+    ):
+        yield EngineStreams(compute, load, store)
 
 
 @final

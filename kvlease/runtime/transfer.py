@@ -231,19 +231,22 @@ class Transfer(CompletionBase):
 
         Never raises for the copy's sake: what goes wrong ends the transfer.
         """
-        part = self._parts[index]
-        if not self._begin(part):
+        if not self.begin_copy(index):
             return
         try:
-            part.finish(copier.copy(self.plan.copies[index]))
+            moved: int | BaseException = copier.copy(self.plan.copies[index])
         except BaseException as error:
-            part.fail(error)
-            if not isinstance(error, Exception):
-                raise
-        finally:
-            self._returned()
+            moved = error
+        self.end_copy(index, moved)
+        if isinstance(moved, BaseException) and not isinstance(moved, Exception):
+            raise moved
 
-    def _begin(self, part: CpuCompletion) -> bool:
+    def begin_copy(self, index: int) -> bool:
+        """Say that a copy begins now; False if all is over and it must not.
+
+        Whoever gets True calls `end_copy` once, or the transfer never settles (R6).
+        """
+        part = self._parts[index]
         due: list[Hook] = []
         with self._lock:
             if self.state in FINAL_STATES:
@@ -254,12 +257,20 @@ class Transfer(CompletionBase):
         fire(due)
         return True
 
-    def _returned(self) -> None:
+    def end_copy(self, index: int, moved: int | BaseException) -> None:
+        """Say that a copy has returned: with how many bytes, or with what went wrong."""
+        part = self._parts[index]
         due: list[Hook] = []
-        with self._lock:
-            self._running -= 1
-            self._settle_if_over(due)
-        fire(due)
+        try:
+            if isinstance(moved, BaseException):
+                part.fail(moved)
+            else:
+                part.finish(moved)
+        finally:
+            with self._lock:
+                self._running -= 1
+                self._settle_if_over(due)
+            fire(due)
 
     def fail(self, cause: BaseException | str, reason: str = "failed") -> bool:
         """End it FAILED; returns False if it had ended before, whichever way."""

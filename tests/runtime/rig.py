@@ -17,7 +17,8 @@ PATIENCE_S = 10.0
 def order(
     layer: int, component: str, nbytes: int = 8, run: Callable[[], int] | None = None
 ) -> CopyOrder:
-    return CopyOrder("load 1", "load", layer, component, nbytes, run or (lambda: nbytes))
+    move = run or (lambda: nbytes)
+    return CopyOrder(TransferId(1), "load", layer, component, nbytes, move, list[int], list)
 
 
 def plan(
