@@ -63,6 +63,18 @@ class TransferLayerDone(Event, tag="transfer.layer_done", kw_only=True, gc=False
     components: list[str] = []
 
 
+class TransferLanded(Event, tag="transfer.landed", kw_only=True, gc=False):
+    """The bytes of one component of one layer are really there, whatever its completion says.
+
+    Only a device that knows writes it: a simulated one. An honest completion comes after it.
+    """
+
+    transfer: int
+    layer: int
+    component: str
+    nbytes: int
+
+
 class TransferDone(Event, tag="transfer.done", kw_only=True, gc=False):
     """Everything planned arrived."""
 

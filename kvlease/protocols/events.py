@@ -50,6 +50,7 @@ from kvlease.protocols.event_work import (
     StepRead,
     TransferDone,
     TransferFail,
+    TransferLanded,
     TransferLate,
     TransferLayerDone,
     TransferPlan,
@@ -98,6 +99,7 @@ __all__ = [
     "Tier",
     "TransferDone",
     "TransferFail",
+    "TransferLanded",
     "TransferLate",
     "TransferLayerDone",
     "TransferPlan",
@@ -288,7 +290,7 @@ AnyEvent: TypeAlias = (
     | RequestSubmitted | RequestAdmitted | RequestPreempted | RequestFinished | RequestFailed
     | PageReserve | PageSeal | PageEvict | PageQuarantine | PageFree | PageLedger
     | LeaseOpen | LeaseWait | LeaseClose | LeaseMove
-    | TransferPlan | TransferRecord | TransferLayerDone | TransferDone
+    | TransferPlan | TransferRecord | TransferLanded | TransferLayerDone | TransferDone
     | TransferFail | TransferRevoke | TransferLate
     | StepRead | StepDone | StepDiscarded
     | ActorStart | ActorStop | ActorDied | ActorRestart

@@ -145,10 +145,13 @@ class StreamBase(ABC):
         try:
             item.work()
         except BaseException as error:
-            scope.problem = Problem(f"work on {scope.name} failed: {error!r}", "failed", error)
-            self._failures += 1
+            self._work_failed(scope, error)
             if not isinstance(error, Exception):
                 raise
+
+    def _work_failed(self, scope: StreamScope, error: BaseException) -> None:
+        scope.problem = Problem(f"work on {scope.name} failed: {error!r}", "failed", error)
+        self._failures += 1
 
     def _check_awaited(self, item: Await) -> None:
         """Fail the scope unless what it waited for is DONE; called once that is final."""
