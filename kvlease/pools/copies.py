@@ -40,8 +40,9 @@ def span_orders(
     """Yield the orders that move pages from ends[0] to ends[1], pages [n] int64 at each end."""
     source, target = ends
     from_pages, to_pages = pages
+    count = from_pages.numel()  # a tensor's len() costs more than the rest of an order
     for layer, span in span_components(schema):
-        nbytes = len(from_pages) * schema.rows_per_page(span) * span.format.nbytes
+        nbytes = count * schema.rows_per_page(span) * span.format.nbytes
         rows = source.rows(layer, span.name), target.rows(layer, span.name)
         yield _numbered(transfer, kind, (layer, span.name), nbytes, rows, (from_pages, to_pages))
 
@@ -162,11 +163,11 @@ def tail_orders(
     slots: tuple[torch.Tensor, torch.Tensor],
 ) -> Iterator[CopyOrder]:
     """Yield the orders that move kept tails between tiers, slots [n] int64 at each end."""
-    from_slots, _ = slots
+    count = slots[0].numel()
     for layer, tail in tail_components(schema):
         if tail.kept_rows:
             kept = ends[0].kept(layer, tail.name), ends[1].kept(layer, tail.name)
-            nbytes = tail.kept_nbytes * len(from_slots)
+            nbytes = tail.kept_nbytes * count
             yield _numbered(transfer, kind, (layer, tail.name), nbytes, kept, slots)
 
 
