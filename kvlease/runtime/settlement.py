@@ -13,6 +13,7 @@ from kvlease.errors import KVLeaseError, PagesUnavailable, RequestFailed
 from kvlease.pools.held import PlannedTransfer
 from kvlease.protocols.events import RequestPreempted
 from kvlease.protocols.ports import CompletionState, SampledToken
+from kvlease.runtime.completions import BAD_STATES
 from kvlease.runtime.core import EngineCore
 from kvlease.runtime.endings import end_request
 from kvlease.runtime.journal import StepJournal
@@ -144,6 +145,8 @@ class Settlement:
         self._journal.step_discarded(order, error)
         for keep in order.keeps:
             core.pool.free_tail_slot(keep.tail_slot)
+        for seq in order.members:
+            self._notice_losses(seq)
         # A load that failed is nobody's own making, least of all that of those beside it.
         is_blameless = any(seq.require_held().is_lost for seq in order.members)
         for seq in order.members:
@@ -168,12 +171,8 @@ class Settlement:
         if is_done:
             core.pool.transfers.done(planned)
             self._count_done(planned, transfer)
-        else:
-            reason = "failed" if transfer.problem is None else transfer.problem.reason
-            core.counters.failed_transfers += 1
-            core.counters.transfer_timeouts += reason == "late"
-            under_way = [step for step in core.steps.values() if step is not None]
-            core.pool.lost(planned, reason, under_way)
+        elif not planned.is_lost:
+            self._lost(planned, transfer)
         for seq in list(core.running):
             held = seq.held
             if held is None or planned not in held.arrivals:
@@ -183,6 +182,24 @@ class Settlement:
                 held.lease.pending.remove(transfer)
             elif not seq.in_step:
                 self.restart(seq, "load_failed")
+
+    def _notice_losses(self, seq: Sequence) -> None:
+        """Take note of loads that ended badly although the loader's word of it is still to come.
+
+        A sequence that started over without it would be put on the same dead load again.
+        """
+        for planned in seq.require_held().arrivals:
+            transfer = self._core.transfers.get(planned)
+            if transfer is not None and transfer.state in BAD_STATES and not planned.is_lost:
+                self._lost(planned, transfer)
+
+    def _lost(self, planned: PlannedTransfer, transfer: Transfer) -> None:
+        core = self._core
+        reason = "failed" if transfer.problem is None else transfer.problem.reason
+        core.counters.failed_transfers += 1
+        core.counters.transfer_timeouts += reason == "late"
+        under_way = [step for step in core.steps.values() if step is not None]
+        core.pool.lost(planned, reason, under_way)
 
     def _count_done(self, planned: PlannedTransfer, transfer: Transfer) -> None:
         counters = self._core.counters
