@@ -1,7 +1,7 @@
 """Guards taken away one by one, each with the rule that the exploration must then find broken."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvlease.protocols import machines
 from kvlease.protocols.machines import Copy, CopyEvent, PageEvent, PageState
@@ -26,8 +26,8 @@ class Planted:
 
     name: str
     size: Size
-    guards: Guards
     rule: str
+    guards: Guards
 
 
 def also(before: PageState, event: PageEvent, after: PageState) -> PageStep:
@@ -59,66 +59,136 @@ def first_component_decides(parts: list[Copy]) -> CompletionState:
     return machines.joint_state(parts[:1])
 
 
-def planted(name: str, size: Size, rule: str, **gone: object) -> Planted:
-    """Name a guard that is gone."""
-    return Planted(name, size, replace(Guards(), **gone), rule)  # type: ignore[arg-type]
-
-
 FREE, EXCLUSIVE = PageState.FREE, PageState.EXCLUSIVE
 SEALED, QUARANTINED = PageState.SEALED, PageState.QUARANTINED
 
 PLANTED = (
     # The machines.
-    planted("a sealed page may be taken for writing", BESIDE, "R4",
-            step_page=also(SEALED, PageEvent.ACQUIRE, EXCLUSIVE)),
-    planted("a held page may be handed out", GRANT_BESIDE, "R3",
-            step_page=also(EXCLUSIVE, PageEvent.ACQUIRE, EXCLUSIVE)),
-    planted("a load's target need not be free", WRITE, "R3",
-            step_page=also(EXCLUSIVE, PageEvent.ACQUIRE, EXCLUSIVE)),
-    planted("a quarantined page may be handed out", LOAD, "R6",
-            step_page=also(QUARANTINED, PageEvent.ACQUIRE, EXCLUSIVE)),
-    planted("release skips quarantine", LOAD, "R6",
-            step_page=also(SEALED, PageEvent.RELEASE, FREE)),
-    planted("a copy may finish that was only planned", LOAD, "R5", step_copy=finish_from_planned),
-    planted("a short copy counts as done", LOAD, "R5", step_copy=short_is_done),
-    planted("the first component decides for its layer", LOAD, "R1",
-            joint_state=first_component_decides),
+    Planted(
+        "a sealed page may be taken for writing",
+        BESIDE,
+        "R4",
+        Guards(step_page=also(SEALED, PageEvent.ACQUIRE, EXCLUSIVE)),
+    ),
+    Planted(
+        "a held page may be handed out",
+        GRANT_BESIDE,
+        "R3",
+        Guards(step_page=also(EXCLUSIVE, PageEvent.ACQUIRE, EXCLUSIVE)),
+    ),
+    Planted(
+        "a load's target need not be free",
+        WRITE,
+        "R3",
+        Guards(step_page=also(EXCLUSIVE, PageEvent.ACQUIRE, EXCLUSIVE)),
+    ),
+    Planted(
+        "a quarantined page may be handed out",
+        LOAD,
+        "R6",
+        Guards(step_page=also(QUARANTINED, PageEvent.ACQUIRE, EXCLUSIVE)),
+    ),
+    Planted(
+        "release skips quarantine",
+        LOAD,
+        "R6",
+        Guards(step_page=also(SEALED, PageEvent.RELEASE, FREE)),
+    ),
+    Planted(
+        "a copy may finish that was only planned", LOAD, "R5", Guards(step_copy=finish_from_planned)
+    ),
+    Planted("a short copy counts as done", LOAD, "R5", Guards(step_copy=short_is_done)),
+    Planted(
+        "the first component decides for its layer",
+        LOAD,
+        "R1",
+        Guards(joint_state=first_component_decides),
+    ),
     # Readers.
-    planted("a layer opens that is only planned", LOAD, "R1", may_open=lambda _: True),
-    planted("a failed layer opens and its bytes are published", LOAD, "R2",
+    Planted("a layer opens that is only planned", LOAD, "R1", Guards(may_open=lambda _: True)),
+    Planted(
+        "a failed layer opens and its bytes are published",
+        LOAD,
+        "R2",
+        Guards(
             may_open=lambda layer: may_open(layer) or layer is CompletionState.FAILED,
-            may_publish=lambda layer: layer.is_final),
-    planted("the reader's stream does not wait", LOAD, "R2", may_run=lambda _: True),
-    planted("tokens are published before done", WRITE, "R2",
-            may_run=lambda _: True, may_seal=lambda _: True),
-    planted("a page is sealed without verifying what it read", WRITE, "R2",
-            may_seal=lambda _: True),
-    planted("a closed lease forgets what it launched", LOAD, "R6", closes_after_last_use=False),
-    planted("an aborted writer forgets its step", STORE, "R6", closes_after_last_use=False),
-    planted("the epoch is not bumped", LOAD, "R8", bumps_epoch=False),
+            may_publish=lambda layer: layer.is_final,
+        ),
+    ),
+    Planted("the reader's stream does not wait", LOAD, "R2", Guards(may_run=lambda _: True)),
+    Planted("tokens are published before done", LOAD, "R2", Guards(may_publish=lambda _: True)),
+    Planted(
+        "a page is sealed without verifying what it read",
+        WRITE,
+        "R2",
+        Guards(may_seal=lambda _: True),
+    ),
+    Planted(
+        "a closed lease forgets what it launched", LOAD, "R6", Guards(closes_after_last_use=False)
+    ),
+    Planted("an aborted writer forgets its step", STORE, "R6", Guards(closes_after_last_use=False)),
+    Planted("the epoch is not bumped", LOAD, "R8", Guards(bumps_epoch=False)),
     # Pools.
-    planted("reclaim ignores blockers", LOAD, "R6", may_reclaim=lambda _: True),
-    planted("eviction ignores pins", LOAD, "R6", may_evict=lambda _, in_flight: not in_flight),
-    planted("eviction ignores pins and flights", LOAD, "R7", may_evict=lambda _, __: True),
-    planted("promised pages are given away", GRANT_BESIDE, "R11",
-            may_promise=lambda free, _: free > 0),
-    planted("a lost page does not wait for its copies", LOAD, "R6", lost_waits_for_copies=False),
-    planted("a lost page does not wait for its readers", LOAD, "R6", lost_waits_for_readers=False),
-    planted("a bad host page does not wait for other loads", TWO_LOADS, "R6",
-            dropped_waits_for_loads=False),
+    Planted("reclaim ignores blockers", LOAD, "R6", Guards(may_reclaim=lambda _: True)),
+    Planted(
+        "eviction ignores pins", LOAD, "R6", Guards(may_evict=lambda _, in_flight: not in_flight)
+    ),
+    Planted("eviction ignores pins and flights", LOAD, "R7", Guards(may_evict=lambda _, __: True)),
+    Planted(
+        "promised pages are given away",
+        GRANT_BESIDE,
+        "R11",
+        Guards(may_promise=lambda free, _: free > 0),
+    ),
+    Planted(
+        "a lost page does not wait for its copies", LOAD, "R6", Guards(lost_waits_for_copies=False)
+    ),
+    Planted(
+        "a lost page does not wait for its readers",
+        LOAD,
+        "R6",
+        Guards(lost_waits_for_readers=False),
+    ),
+    Planted(
+        "a bad host page does not wait for other loads",
+        TWO_LOADS,
+        "R6",
+        Guards(dropped_waits_for_loads=False),
+    ),
     # Transfers.
-    planted("the source is let go at the end", STORE, "R6", source_held_until_settled=False),
-    planted("a running copy counts as settled", LOAD, "R6",
-            is_settled=lambda whole, _: whole.is_final),
-    planted("a copy begins after the end", LOAD, "R6", may_begin=lambda _: True),
-    planted("a transfer that is stuck has no deadline", LOAD, "R9", has_deadline=False),
-    planted("readers of a lost load are not told", LOAD, "R9", lost_is_told=False),
-    planted("the settling of a lost load is not told", LOAD, "R9", settling_is_told=False),
+    Planted(
+        "the source is let go at the end", STORE, "R6", Guards(source_held_until_settled=False)
+    ),
+    Planted(
+        "a running copy counts as settled",
+        LOAD,
+        "R6",
+        Guards(is_settled=lambda whole, _: whole.is_final),
+    ),
+    Planted("a copy begins after the end", LOAD, "R6", Guards(may_begin=lambda _: True)),
+    Planted("a transfer that is stuck has no deadline", LOAD, "R9", Guards(has_deadline=False)),
+    Planted("readers of a lost load are not told", LOAD, "R9", Guards(lost_is_told=False)),
+    Planted("the settling of a lost load is not told", LOAD, "R9", Guards(settling_is_told=False)),
     # Remote writers.
-    planted("an expired grant's pages are used again", GRANT, "R6", grant_held_until_stopped=False),
-    planted("a write under an expired grant's epochs is let in", GRANT, "R8",
-            accepts=lambda is_open, same_peer, _: is_open and same_peer),
-    planted("a write of the peer's older life is let in", GRANT, "R8",
-            accepts=lambda is_open, _, same_epochs: is_open and same_epochs),
-    planted("a dead peer's connection ends nothing", GRANT, "R9", connection_end_stops=False),
-)  # fmt: skip
+    Planted(
+        "an expired grant's pages are used again",
+        GRANT,
+        "R6",
+        Guards(grant_held_until_stopped=False),
+    ),
+    Planted(
+        "a write under an expired grant's epochs is let in",
+        GRANT,
+        "R8",
+        Guards(accepts=lambda is_open, same_peer, _: is_open and same_peer),
+    ),
+    Planted(
+        "a write of the peer's older life is let in",
+        GRANT,
+        "R8",
+        Guards(accepts=lambda is_open, _, same_epochs: is_open and same_epochs),
+    ),
+    Planted(
+        "a dead peer's connection ends nothing", GRANT, "R9", Guards(connection_end_stops=False)
+    ),
+)

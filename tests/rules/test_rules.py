@@ -42,6 +42,10 @@ WORLDS = (
 LARGE_WORLDS = (
     WHOLE,
     THREE_PAGES._replace(
+        name="a reader, a load and a remote writer, no deaths",
+        num_readers=1, transfers=1, loads=True, has_remote=True, has_deaths=False,
+    ),
+    THREE_PAGES._replace(
         name="a reader, a writer and a remote writer on three device pages",
         device_pages=3, host_pages=0, cached=0, num_readers=1, has_writer=True, has_remote=True,
     ),

@@ -175,13 +175,14 @@ def _reported(rules: Rulebook, state: State, slot: int, whole: int) -> State:
         target = state.pages[transfer.target]
         state = put(state, transfer.target, target._replace(fill=NONE))
     else:
+        drops_source = whole == FAILED and transfer.kind == LOAD
         blockers = _blockers_of_lost(rules, state, slot)
-        state = rules.release(state, transfer.target, blockers) or state
-        source = state.pages[transfer.source]
-        if whole == FAILED and transfer.kind == LOAD and source.state == SEALED:
-            # Its bytes may be to blame: they are not tried for ever. An earlier load of the same
-            # page that was late may still be reading it.
+        if drops_source:
+            # An earlier load of the same page that was late may still be reading it.
             blockers |= _other_loads(rules, state, slot)
+        state = rules.release(state, transfer.target, blockers) or state
+        if drops_source and state.pages[transfer.source].state == SEALED:
+            # Its bytes may be to blame: they are not tried for ever.
             state = rules.release(state, transfer.source, blockers) or state
     return _told(state, slot, LOST if is_lost else NONE)
 
