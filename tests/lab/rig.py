@@ -14,6 +14,7 @@ from kvlease.runtime.counters import Statistics
 from kvlease.runtime.engine import Engine, open_engine
 from kvlease.runtime.request import GenerateResult
 from kvlease.services.lab.device import SimulatedDevice, virtual_log
+from kvlease.services.lab.faults import FaultPlan
 from kvlease.services.lab.schedule import Replay, run_scheduled
 from kvlease.services.lab.spec import DeviceSpec
 from tests.runtime.toy import PAGE, answer, prompt_of, toy_config, toy_model
@@ -42,6 +43,7 @@ class Lab:
 
     spec: DeviceSpec = field(factory=DeviceSpec)
     config: EngineConfig = field(factory=toy_config)
+    faults: FaultPlan = field(factory=FaultPlan)
     file: io.BytesIO = field(factory=io.BytesIO)
     events: list[Event] = field(factory=list[Event])
     results: list[GenerateResult] = field(factory=list[GenerateResult])
@@ -57,7 +59,8 @@ class Lab:
         async def main() -> None:
             log = virtual_log(self.file)
             self.events = log.remember()
-            self.device = device = SimulatedDevice(model or toy_model(), self.spec, log)
+            device = SimulatedDevice(model or toy_model(), self.spec, log, self.faults)
+            self.device = device
             began = trio.current_time()
             async with open_engine(device.runner, self.config, log=log, ports=device.ports) as it:
                 await body(it)

@@ -11,23 +11,30 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import BinaryIO, final
+from typing import BinaryIO, TypeVar, final
 
 import trio
 from attrs import frozen
 
+from kvlease.protocols.event_base import current_actor
 from kvlease.protocols.ownership import StepLease
 from kvlease.protocols.ports import Completion, ModelRunner, StepInput, StepResult, Stream
 from kvlease.protocols.schema import Schema
+from kvlease.runtime.actor import Inbox
 from kvlease.runtime.assembly import EnginePorts
 from kvlease.runtime.clock import TrioClock
 from kvlease.runtime.event_log import EventLog
+from kvlease.runtime.mailbox import Mailbox
 from kvlease.runtime.stream_scope import WaitObserver, Work
 from kvlease.runtime.streams import EngineStreams
+from kvlease.services.lab.faults import FaultPlan, Injector
+from kvlease.services.lab.inbox import FaultyInbox
 from kvlease.services.lab.link import Link
 from kvlease.services.lab.spec import DeviceSpec
 from kvlease.services.lab.truth import Truth
 from kvlease.services.lab.virtual_stream import SimulatedStream, open_simulated_stream
+
+M = TypeVar("M")
 
 
 def virtual_log(file: BinaryIO | None = None) -> EventLog:
@@ -46,23 +53,32 @@ class SimulatedDevice:
     """
 
     def __init__(
-        self, model: ModelRunner, spec: DeviceSpec | None = None, log: EventLog | None = None
+        self,
+        model: ModelRunner,
+        spec: DeviceSpec | None = None,
+        log: EventLog | None = None,
+        faults: FaultPlan | None = None,
     ) -> None:
         """Take a model; the log, if any, is told of landings, and tells when pages change hands."""
         self.spec = spec or DeviceSpec()
         self.truth = Truth(model.schema, log)
-        self.runner: ModelRunner = _TimedModel(model, self.spec, self.truth)
-        self.ports = EnginePorts(clock=TrioClock(), streams=self._open_streams)
+        self._injector = Injector(faults or FaultPlan())
+        self.runner: ModelRunner = _TimedModel(model, self.spec, self.truth, self._injector)
+        self.ports = EnginePorts(clock=TrioClock(), streams=self._open_streams, inboxes=self._inbox)
         if log is not None:
             log.subscribe(self.truth.watch)
 
+    def _inbox(self, mailbox: Mailbox[M], /) -> Inbox[M]:
+        return FaultyInbox(mailbox, self._injector)
+
     @asynccontextmanager
     async def _open_streams(self, observer: WaitObserver) -> AsyncGenerator[EngineStreams]:
-        spec, truth = self.spec, self.truth
+        spec, truth, injector = self.spec, self.truth, self._injector
         turn = trio.Lock()
-        load = Link("load", spec.load, turn, truth)
-        store = Link("store", spec.store, turn if spec.shares_link else trio.Lock(), truth)
-        compute = SimulatedStream("compute", _compute, observer=observer)
+        other = turn if spec.shares_link else trio.Lock()
+        load = Link("load", spec.load, turn, truth, injector)
+        store = Link("store", spec.store, other, truth, injector)
+        compute = SimulatedStream("compute", _compute, holds=truth.holds, observer=observer)
         try:
             async with (
                 open_simulated_stream(compute),
@@ -71,6 +87,8 @@ class SimulatedDevice:
             ):
                 yield EngineStreams(compute, load.stream, store.stream)
         finally:
+            load.close()
+            store.close()
             truth.close()
 
 
@@ -95,10 +113,13 @@ class _TimedWork:
 class _TimedModel:
     """A model whose steps take the spec's time, and whose openings are told of."""
 
-    def __init__(self, model: ModelRunner, spec: DeviceSpec, truth: Truth) -> None:
+    def __init__(
+        self, model: ModelRunner, spec: DeviceSpec, truth: Truth, injector: Injector
+    ) -> None:
         self._model = model
         self._spec = spec
         self._truth = truth
+        self._injector = injector
 
     @property
     def schema(self) -> Schema:
@@ -121,6 +142,7 @@ class _TimedModel:
         return self._model.fingerprint
 
     async def forward(self, inputs: StepInput, lease: StepLease, stream: Stream) -> StepResult:
+        self._injector.at_work(current_actor.get())
         tokens = sum(len(part.tokens) for part in inputs.sequences)
         layer_s = self._spec.step_seconds(tokens) / self.schema.num_layers
         timed = _StepScope(stream, inputs, lease, layer_s, self._truth)

@@ -16,9 +16,9 @@ from attrs import define, field
 from kvlease.protocols.event_base import Event, EventSink
 from kvlease.protocols.events import PageReserve, TransferLanded, TransferPlan
 from kvlease.protocols.ownership import SequenceLease
-from kvlease.protocols.ports import CompletionState, CopyOrder
+from kvlease.protocols.ports import Completion, CompletionState, CopyOrder
 from kvlease.protocols.schema import Schema
-from kvlease.runtime.transfer import Transfer
+from kvlease.runtime.transfer import LayerCompletion, Transfer
 from kvlease.units import LayerId, LeaseId, StepId, TransferId
 
 
@@ -61,6 +61,8 @@ class Truth:
         """Start with nothing on its way; landings are written to the sink."""
         self.early: set[EarlyRead] = set()
         self.num_landed = 0
+        self.unheld: set[tuple[Transfer, int]] = set()
+        """Layers whose waits pass although their copies are not done: a lie of the device's."""
         self._sink = sink
         self._is_span = {
             (int(layer.id), span.name) for layer in schema.layers for span in layer.spans
@@ -107,8 +109,16 @@ class Truth:
             if part in self._is_span or self._readers.get(transfer, lease.id) == lease.id:
                 arrival.openings.append(EarlyRead(step, lease.id, *part, transfer))
 
-    def let_through(self, transfer: Transfer, layer: int) -> None:
-        """A stream passed a wait for this layer that should have held it."""
+    def holds(self, completion: Completion) -> bool:
+        """Whether a stream's wait holds it; where it does not, what is opened there is early."""
+        if not isinstance(completion, LayerCompletion):
+            return True
+        if (completion.transfer, completion.layer) not in self.unheld:
+            return True
+        self._let_through(completion.transfer, completion.layer)
+        return False
+
+    def _let_through(self, transfer: Transfer, layer: int) -> None:
         for part, places in self._missing.items():
             if part[0] == layer:
                 for arrival in dict.fromkeys(places.values()):
