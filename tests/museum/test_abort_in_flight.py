@@ -11,7 +11,7 @@ from kvlease.protocols.ports import CompletionState, CopyOrder
 from kvlease.runtime.transfer import Transfer
 from kvlease.units import Epoch, LeaseId, PageId
 from tests.museum.rig import MLA, PAGE, SCHEMAS, Bench, tokens_of
-from tests.runtime.rig import PATIENCE_S, Held, PlainCopier, Witness, grid, plan
+from tests.runtime.rig import PATIENCE_S, Held, Witness, grid, plan
 
 PROMPT = tokens_of(1, 6 * PAGE)
 
@@ -76,8 +76,11 @@ def test_a_transfer_ends_exactly_once(when: str, end: str) -> None:
     witness, held = Witness(), Held()
     transfer = Transfer(plan(*grid(2, "latent"), holds=(held,)), observer=witness)
 
+    ran: list[int] = []
+
     class Ending:
         def copy(self, order: CopyOrder) -> int:
+            ran.append(order.layer)
             if when == "during":
                 getattr(transfer, end)("given up")
             return order.run()
@@ -87,8 +90,9 @@ def test_a_transfer_ends_exactly_once(when: str, end: str) -> None:
     transfer.run_copy(0, Ending())
     if when == "between":
         getattr(transfer, end)("given up")
-    transfer.run_copy(1, PlainCopier())
+    transfer.run_copy(1, Ending())
     getattr(transfer, end)("given up")
+    assert ran == {"before": [], "during": [0], "between": [0], "after": [0, 1]}[when]
     transfer.revoke()
     transfer.release()
     transfer.release()

@@ -6,13 +6,17 @@ import time
 import pytest
 import trio
 
+from kvlease.errors import TransferFailed
 from kvlease.protocols.config import SamplingParams
 from kvlease.protocols.ports import CopyOrder
+from kvlease.protocols.schema import IndexedLayer
 from kvlease.runtime.assembly import EnginePorts
 from kvlease.runtime.engine import Engine, open_engine
 from kvlease.runtime.request import GenerateResult
+from kvlease.runtime.streams import InlineStream
+from tests.museum.held_steps import until
+from tests.museum.rig import MLA, SCHEMAS, Bench, tokens_of
 from tests.museum.rig import PAGE as BENCH_PAGE
-from tests.museum.rig import SCHEMAS, Bench, tokens_of
 from tests.runtime.test_engine import assert_whole, at_rest
 from tests.runtime.test_gate import PARTS, make_host_only
 from tests.runtime.toy import (
@@ -80,6 +84,31 @@ async def test_a_link_that_dies_at_any_part_of_a_load_costs_time_only() -> None:
         assert_whole(await at_rest(engine))
 
 
+@pytest.mark.parametrize("bad", range(4))
+async def test_a_step_ordered_behind_a_load_that_then_fails_is_not_published(bad: int) -> None:
+    """K091 wtdcode/vllm-backport#33 (F02): being ordered behind a copy proves no bytes.
+
+    A step resolves all layers while they are recorded; one layer's copies fail afterwards. Whoever
+    asks before publishing is told.
+    """
+    bench = Bench(MLA)
+    prompt = tokens_of(1, 4 * BENCH_PAGE)
+    bench.cache_on_host(prompt)
+    held = bench.start(prompt)
+    assert held.load is not None
+    transfer = bench.carry(held.load)
+    held.lease.pending.append(transfer)
+    step = bench.pool.lease_step([held.lease])
+    for layer in MLA.layers:
+        transfer.record_layer(layer.id)
+        assert isinstance(layer, IndexedLayer)
+        await step[layer].resolve(InlineStream().scope())
+    bench.run_all(transfer, skip=range(2 * bad, 8))
+    transfer.fail("the link is down")
+    with pytest.raises(TransferFailed, match="the link is down"):
+        await step.verify()
+
+
 @pytest.mark.parametrize("room", [0, 1, 3, 5])
 def test_an_allocation_that_fails_midway_hands_out_nothing(room: int) -> None:
     """K093 LMCache#3006 (F15): objects allocated before a failure were hits, unfilled.
@@ -115,10 +144,10 @@ async def test_a_load_that_does_not_come_is_no_hit(why: str) -> None:
         if order.kind == "load" and order.layer == 1 and why != "declined":
             if why == "failed":
                 raise OSError("down")
-            time.sleep(0.3)
+            time.sleep(0.6)
         return None
 
-    config = toy_config(device_pages=12, load_timeout_s=0.15, load_or_recompute=True)
+    config = toy_config(device_pages=12, load_timeout_s=0.4 if why == "late" else 5.0)
     async with open_engine(
         toy_model(), config, ports=EnginePorts(copier=FaultyCopier(fault))
     ) as engine:
@@ -163,7 +192,7 @@ async def test_who_shares_a_failed_load_does_not_go_on_with_its_pages() -> None:
                 nursery.start_soon(run, 0)
                 assert await trio.to_thread.run_sync(hold.reached.wait, 10)
                 nursery.start_soon(run, 1)
-                await trio.sleep(0.05)
+                await until(lambda: len(engine._core.running) == 2)
                 shared = [seq.require_held().arrivals for seq in engine._core.running]
                 assert len(shared) == 2
                 assert set(shared[0]) & set(shared[1]), "one load serves both"

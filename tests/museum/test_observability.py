@@ -31,10 +31,12 @@ async def test_every_token_looked_up_ends_in_one_bucket(fate: str) -> None:
         if order.kind == "load" and fate == "drop":
             raise OSError("down")
         if order.kind == "load" and fate == "late" and order.layer == 1:
-            time.sleep(0.3)
+            time.sleep(0.6)
         return None
 
-    config = toy_config(device_pages=12, host_pages=60, load_timeout_s=0.15)
+    config = toy_config(
+        device_pages=12, host_pages=60, load_timeout_s=0.4 if fate == "late" else 5.0
+    )
     log = EventLog(None, "normal")
     events = log.remember()
     ports = EnginePorts(copier=FaultyCopier(fault))

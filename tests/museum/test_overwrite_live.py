@@ -13,13 +13,14 @@ from kvlease.pools.copies import index_tensor, span_orders
 from kvlease.pools.storage import SpanStore, span_components
 from kvlease.protocols.config import SamplingParams
 from kvlease.protocols.ports import StepInput
+from kvlease.runtime.assembly import EnginePorts
 from kvlease.runtime.completions import CpuCompletion
 from kvlease.runtime.engine import open_engine
 from kvlease.runtime.loader import submit
 from kvlease.runtime.request import GenerateResult
 from kvlease.units import TransferId
-from tests.museum.held_steps import HeldSteps
-from tests.museum.rig import MLA, PAGE, Bench, is_same, tokens_of
+from tests.museum.held_steps import HeldSteps, JumpingClock, all_stored, until
+from tests.museum.rig import MLA, PAGE, ROOT, Bench, is_same, tokens_of
 from tests.runtime.loader_rig import Rig, running
 from tests.runtime.rig import PATIENCE_S
 from tests.runtime.test_engine import assert_whole, at_rest
@@ -67,6 +68,34 @@ def test_a_page_under_a_launched_step_takes_no_load(first: str) -> None:
     bench.check()
 
 
+def test_a_page_under_a_reader_beside_the_scheduler_takes_no_load() -> None:
+    """K019 vllm#47282 (F04): whoever has opened layers that came may read them until it is done.
+
+    The load fails after some layers; a lease beside the scheduler is open on its pages.
+    """
+    bench = Bench(MLA, device_pages=6, host_pages=32)
+    other = tokens_of(2, 6 * PAGE)
+    bench.cache_on_host(other)
+    bench.cache_on_host(PROMPT)
+    held = bench.start(PROMPT)
+    assert held.load is not None
+    bench.carry(held.load)
+    last_use = CpuCompletion("the reader's last use")
+    last_use.set_recorded()
+    lease = bench.pool.lease_prefix(ROOT, PROMPT)
+    bench.lose(held.load, "late")
+    bench.close(held)
+    assert bench.begin(other) is None
+    lease.close(last_use)
+    bench.pool.reclaim()
+    assert bench.begin(other) is None, "what the reader has launched still runs"
+    last_use.finish()
+    bench.pool.reclaim()
+    again = bench.start(other)
+    bench.bring(again.load)
+    assert not [*bench.wrong(again, other, 6)]
+
+
 @pytest.mark.parametrize("end", ["cancelled", "deadline"])
 @pytest.mark.parametrize("is_restored", [False, True])
 async def test_pages_of_a_request_that_ends_in_a_step_wait_for_the_step(
@@ -83,14 +112,14 @@ async def test_pages_of_a_request_that_ends_in_a_step_wait_for_the_step(
 
     leaver, wanted = prompt_of(9, 70), prompt_of(2, 90)
     model, leaving = HeldSteps(is_of_a), trio.CancelScope()
-    timeout_s = 0.5 if end == "deadline" else 60.0
-    config = toy_config(device_pages=9, chunk_tokens=64, tail_every=4, request_timeout_s=timeout_s)
+    clock = JumpingClock()
+    config = toy_config(device_pages=9, chunk_tokens=64, tail_every=4, request_timeout_s=60.0)
     results: list[GenerateResult] = []
-    async with open_engine(model, config) as engine:
+    async with open_engine(model, config, ports=EnginePorts(clock=clock)) as engine:
         if is_restored:
             for seed in (2, 3, 4):
                 await answer(engine, prompt_of(seed, 90), PARAMS)
-            await trio.sleep(0.05)
+            await all_stored(engine)
         book = engine._core.pool.memory.device
 
         async def run_a() -> None:
@@ -110,11 +139,13 @@ async def test_pages_of_a_request_that_ends_in_a_step_wait_for_the_step(
                     epochs = [book.epochs[page] for page in pages]
                     assert len(pages) == 4
                     if end == "deadline":
-                        await seq.request.ended.wait()
+                        clock.ahead_s += 61.0
                     else:
                         leaving.cancel()
                     nursery.start_soon(run_b)
-                    await trio.sleep(0.05)
+                    await until(lambda: seq.ending is not None)
+                    await until(lambda: engine.statistics().waiting == 1)
+                    await trio.sleep(0.03)
                     assert [book.epochs[page] for page in pages] == epochs, "released in its step"
                     assert engine.statistics().waiting == 1
                     model.go.set()

@@ -11,6 +11,7 @@ from kvlease.errors import LedgerImbalance, PagesUnavailable, UsageError
 from kvlease.pools.held import Held, PlannedTransfer
 from kvlease.pools.page_book import PageBook
 from kvlease.pools.prefix_node import Pages
+from kvlease.pools.prefix_walk import path_to
 from tests.museum.rig import PAGE, ROOT, SCHEMAS, Bench, tokens_of
 from tests.pools.prefix_pair import Pair
 from tests.pools.test_prefix_hazards import CHAIN, computed, stored_chain
@@ -251,7 +252,8 @@ class Fuzz:
     def store(self) -> None:
         for held in self.bench.running[:1]:
             try:
-                planned = self.bench.plan_store(held)
+                kept = [t for node in path_to(held.cursor.node) for t in node.tails.values()]
+                planned = self.bench.plan_store(held, kept)
             except PagesUnavailable:
                 return
             if planned is not None:

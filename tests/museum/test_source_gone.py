@@ -109,6 +109,33 @@ def test_the_source_of_a_load_that_was_given_up_stays_while_a_copy_runs(reason: 
     bench.pool.transfers.settled(planned)
 
 
+@pytest.mark.parametrize("reason", ["late", "revoked"])
+def test_the_source_of_a_store_that_was_given_up_stays_while_a_copy_runs(reason: str) -> None:
+    """K049 llm-d/llm-d-kv-cache#504 (F05, F06): I/O threads read tensors that had been let go.
+
+    The store is late; its last copy still reads pages and kept tails of the device. The device is
+    under pressure: neither may go to anybody before the copy has returned.
+    """
+    bench = Bench()
+    bench.cache(PROMPT)
+    planned = bench.store(PROMPT)
+    assert planned is not None
+    memory, index = bench.pool.memory, bench.pool.index
+    kept = memory.device_tail_slots.ledger().sealed
+    assert kept == 4
+    bench.pool.lost(planned, reason, ())
+    memory.take_back(index.evict_tails(99, "device"))
+    memory.take_back(index.evict_device(99))
+    assert index.statistics().device_pages == 4
+    assert memory.device_tail_slots.ledger().sealed == kept
+    assert memory.host.ledger().quarantined == 4
+    bench.pool.transfers.settled(planned)
+    memory.take_back(index.evict_tails(99, "device"))
+    memory.take_back(index.evict_device(99))
+    assert memory.device.ledger().free == memory.device.total
+    bench.check()
+
+
 def test_looking_up_changes_no_lifetime() -> None:
     """K043 Mooncake#730: the first get of an object scheduled its deletion.
 

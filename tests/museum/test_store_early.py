@@ -21,7 +21,7 @@ from kvlease.runtime.request import GenerateResult
 from kvlease.runtime.streams import InlineStream
 from kvlease.runtime.transfer import Transfer
 from kvlease.units import LayerId
-from tests.museum.held_steps import HeldSteps
+from tests.museum.held_steps import HeldSteps, all_stored
 from tests.museum.rig import MLA, ROOT, Bench, is_same, tokens_of
 from tests.museum.rig import PAGE as BENCH_PAGE
 from tests.runtime.rig import grid, order, plan
@@ -101,7 +101,7 @@ async def test_no_store_before_the_step_that_writes_has_ended(
             model.go.set()
         assert same(got[0], await COLD.answer(PROMPT, PARAMS))
         assert_whole(await at_rest(engine))
-        await trio.sleep(0.05)
+        await all_stored(engine)
         assert assert_copies_agree(engine) >= 4
 
 
@@ -116,7 +116,7 @@ async def test_stored_rows_are_final_under_random_delays() -> None:
                 for seed in range(5):
                     prompt = prompt_of(10 * round_ + seed, 40 + 7 * seed)
                     nursery.start_soon(answer, engine, prompt, params)
-            await trio.sleep(0.1)
+            await all_stored(engine)
             assert assert_copies_agree(engine) > 0
         assert engine.statistics().counters.failed_transfers == 0
 
