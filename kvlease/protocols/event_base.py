@@ -13,6 +13,8 @@ import msgspec
 SCHEMA_VERSION = 2
 """Grows when a reader of the previous version could misjudge a log of the next."""
 
+Level: TypeAlias = Literal["off", "normal", "audit"]
+"""How much is kept: nothing, what a person follows a run by, or all that the rules need."""
 PageRun: TypeAlias = tuple[int, int, int]
 """``(first page, number of pages, epoch)``: neighbours of one epoch."""
 LayerRun: TypeAlias = tuple[int, int]

@@ -19,17 +19,15 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from os import PathLike, fspath
-from typing import BinaryIO, Literal, TypeAlias, final
+from typing import BinaryIO, final
 
 import msgspec
 import trio
 from attrs import frozen
 
 from kvlease.errors import BadInput, UsageError
+from kvlease.protocols.event_base import Level as Level
 from kvlease.protocols.events import Event, LogClose, LogGap, current_actor
-
-Level: TypeAlias = Literal["off", "normal", "audit"]
-"""How much is kept: nothing, what a person follows a run by, or all that the rules need."""
 
 FLUSH_BYTES = 1 << 16
 """A buffer of this size is handed to the writer at once (some 600 events)."""

@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from kvlease.errors import BadInput, OperatingError
-from kvlease.services.options import CommonOptions, DoctorOptions, GenerateOptions, RunOptions
+from kvlease.services.options import (
+    CommonOptions,
+    DoctorOptions,
+    GenerateOptions,
+    ReplayOptions,
+    RunOptions,
+)
 from kvlease.services.parser import build_parser
 
 if TYPE_CHECKING:
@@ -161,6 +167,14 @@ def _generate(options: GenerateOptions) -> int:
     return OK if log.complete else WRONG
 
 
+def _replay(options: ReplayOptions) -> int:
+    from rich.console import Console
+
+    from kvlease.services.replay_command import replay
+
+    return OK if replay(options, Console()) else WRONG
+
+
 def _doctor(options: DoctorOptions) -> int:
     from rich.console import Console
 
@@ -186,6 +200,9 @@ def _dispatch(argv: Sequence[str] | None) -> int:
             _check(options)
             _settle_threads(options.common)
             return _generate(options)
+        case ReplayOptions():
+            _check_writable(options.json)
+            return _replay(options)
         case DoctorOptions():
             _check_writable(options.json)
             return _doctor(options)

@@ -11,8 +11,8 @@ from attrs import frozen
 
 from kvlease.errors import BadInput, ConfigError
 from kvlease.protocols.config import Compute, Device, EngineConfig, Eviction, WritePolicy
+from kvlease.protocols.event_base import Level
 from kvlease.protocols.geometries import ComputeDtype, StoreFormat
-from kvlease.runtime.event_log import Level
 
 PRESSED_PAGES = 192
 """Device pages of the built-in workload on the embedded model: too few for 64 sessions, on purpose,
@@ -124,6 +124,14 @@ class RunOptions:
         return self.common.config(
             device_pages=PRESSED_PAGES if is_built_in else None, verify=self.verify
         )
+
+
+@frozen
+class ReplayOptions:
+    """What `kvlease replay` takes; ``log`` is a path, or ``-`` for standard input."""
+
+    log: str
+    json: str | None
 
 
 @frozen

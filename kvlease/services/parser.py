@@ -10,6 +10,7 @@ from kvlease.errors import BadInput
 from kvlease.services.options import (
     DoctorOptions,
     GenerateOptions,
+    ReplayOptions,
     RunOptions,
     add_common,
     add_json,
@@ -25,6 +26,7 @@ _FIRST_STEPS = """\
 first steps:
   kvlease run --verify --sessions 16      serve 16 agent sessions, check every answer
   kvlease generate --text "Hello"         one answer from the embedded model
+  kvlease replay run.kvlog                judge the event log of a run (--log FILE)
   kvlease doctor                          what this machine can do
 
 `kvlease COMMAND --help` lists a command's options. Exit status: 0 all is well,
@@ -49,6 +51,19 @@ examples:
   kvlease generate --text "def main():" --max-tokens 32
   kvlease generate --model DIR --tokens-file prompts.json --ignore-eos --json answers.json
       prompts.json: [[1, 2, 3], [4, 5]]   answers.json: {"outputs": [[...], [...]]}
+"""
+_REPLAY = """\
+Judge an event log after the fact: rebuild pages, leases, transfers and requests from its
+lines alone, and decide the rules R1 to R12 (docs/rules.md, docs/log-format.md). Prints the
+verdict (clean, violations, or cannot tell), each violation with the lines that show it,
+requests that were stuck and who owned the deadline, where compute stood still, and the
+slowest transfers. Exit status: 0 clean, 1 anything else, 2 the log cannot be read.
+"""
+_REPLAY_EXAMPLES = """\
+examples:
+  kvlease run --sessions 16 --log run.kvlog && kvlease replay run.kvlog
+  kvlease replay run.kvlog.gz --json verdict.json
+  zcat old.kvlog.gz | kvlease replay -
 """
 
 
@@ -81,6 +96,10 @@ def _generate_options(space: argparse.Namespace) -> GenerateOptions:
         min_tokens=space.min_tokens,
         ignore_eos=space.ignore_eos,
     )
+
+
+def _replay_options(space: argparse.Namespace) -> ReplayOptions:
+    return ReplayOptions(log=space.LOG, json=space.json)
 
 
 def _doctor_options(space: argparse.Namespace) -> DoctorOptions:
@@ -156,6 +175,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_generate(generate)
     generate.set_defaults(options=_generate_options)
+    replay = commands.add_parser(
+        "replay",
+        help="judge an event log after the fact",
+        description=_REPLAY,
+        epilog=_REPLAY_EXAMPLES,
+        formatter_class=plain,
+        allow_abbrev=False,
+    )
+    replay.add_argument("LOG", help="the event log, plain or gzip; - for standard input")
+    add_json(replay)
+    replay.set_defaults(options=_replay_options)
     doctor = commands.add_parser(
         "doctor",
         help="what this machine can do, and which optional parts are installed",

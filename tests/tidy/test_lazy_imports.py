@@ -2,17 +2,20 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.replay.build import lines_of, story
 from tests.tidy.rules import ROOT
 
-REPORT = "import sys; print(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
+HEAVY = "'torch', 'numpy', 'transformers'"
+REPORT = "import sys; print(sorted({{{}}} & set(sys.modules)))"
 
 
-def run(code: str) -> str:
+def run(code: str, unwanted: str = HEAVY) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", f"{code}\n{REPORT}"],
+        [sys.executable, "-c", f"{code}\n{REPORT.format(unwanted)}"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -37,3 +40,11 @@ def run(code: str) -> str:
 )
 def test_no_torch_is_loaded(code: str) -> None:
     assert run(code) == "[]"
+
+
+def test_replay_loads_neither_torch_nor_trio(tmp_path: Path) -> None:
+    """It is run where a log was brought to, and on machines without either."""
+    log = tmp_path / "log"
+    log.write_bytes(lines_of(story().events))
+    code = f"from kvlease.services.cli import main; assert main(['replay', {str(log)!r}]) == 0"
+    assert run(code, f"{HEAVY}, 'trio'") == "[]"

@@ -1,0 +1,243 @@
+"""Rules about leases: what they may be opened on, and what their end means (R1, R3, R7, R10)."""
+
+from typing import final
+
+import msgspec
+
+from kvlease.protocols.events import LeaseClose, LeaseMove, LeaseOpen, LeaseWait, PageRun
+from kvlease.services.replay.opening_rules import OpeningRules, depend
+from kvlease.services.replay.page_rules import name_of
+from kvlease.services.replay.pages import HELD, SEALED, STATE_NAMES, UNKNOWN, Pages
+from kvlease.services.replay.state import SequenceState, TransferState, World
+
+
+@final
+class LeaseRules:
+    """Follows ``lease.*``; one method an event."""
+
+    def __init__(self, world: World, openings: OpeningRules) -> None:
+        """Share the world."""
+        self._world = world
+        self._openings = openings
+        self._findings = world.findings
+        self._tiers = world.tiers
+        self._ends = world.ends
+        self._reserved = world.reserved
+        self._sequences = world.sequences
+        self._transfers = world.transfers
+        self._page_tokens = world.head.page_tokens
+
+    def open(self, event: LeaseOpen) -> None:
+        """A right to pages begins: to sealed ones, or to ones that a transfer is filling."""
+        number, runs, lease = event.lease, event.pages, None
+        pages = self._tiers[event.tier]
+        if number in self._ends or number in self._sequences:
+            self._twice(event)
+        if event.transfer:
+            self._ends[number] = event
+            if not runs:
+                return
+        else:
+            lease = self._open_sequence(event, pages)
+        odd = pages.pin_sealed(runs)
+        for run in odd:
+            if self._unsealed(event, lease, pages, run):
+                pages.pins.up(run[0], run[1])
+            else:
+                runs = [one for one in runs if one != run]
+        if runs is not event.pages and lease is None:
+            self._ends[number] = msgspec.structs.replace(event, pages=runs)
+        if lease is not None and runs:
+            lease.batches.append(runs)
+            self._prefix(lease, pages, odd, event.seq)
+        if event.mode == "exclusive" and runs:
+            what = f"lease {number} was opened exclusive on pages that it had not reserved"
+            self._findings.violate("R3", what, (event.seq,), lease=number, request=event.request)
+
+    def _twice(self, event: LeaseOpen) -> None:
+        number, before = event.lease, self._world.opened_at(event.lease)
+        what = f"lease {number} was opened while it was open"
+        self._findings.violate("R14", what, (before, event.seq), lease=number)
+        self._sequences.pop(number, None)
+        self._ends.pop(number, None)
+
+    def _open_sequence(self, event: LeaseOpen, pages: Pages) -> SequenceState:
+        lease = self._sequences[event.lease] = SequenceState(event, pages)
+        if event.request:
+            lease.record = self._world.requests.get(event.request)
+            if lease.record is not None:
+                lease.record.lease = lease.id
+        return lease
+
+    def _prefix(
+        self, lease: SequenceState, pages: Pages, arriving: list[PageRun], seq: int
+    ) -> None:
+        """The pages that a sequence begins with: each sealed one at its place (R10)."""
+        place, page_tokens, runs = 0, self._page_tokens, lease.batches[0]
+        for run in runs:
+            first, count, _ = run
+            if not pages.are_placed(first, count, place, page_tokens) and run not in arriving:
+                self.misplaced(lease, pages, run, place, seq)
+            place += count * page_tokens
+        lease.base = place // page_tokens
+        lease.floor = lease.limit = lease.written = place
+        if pages.unlanded:
+            self._unlanded(lease, pages, runs, seq)
+
+    def _unsealed(
+        self, event: LeaseOpen, lease: SequenceState | None, pages: Pages, run: PageRun
+    ) -> bool:
+        """Look at pages that are not all sealed: find what fills them, or say what is wrong."""
+        first, count, epoch = run
+        told: set[str] = set()
+        if not pages.has(first, count):
+            self._wrong("R11", f"{name_of(pages, first, count)}: no such page", (), event)
+            return False
+        for page in range(first, first + count):
+            state, known, since = pages.state[page], pages.epochs[page], pages.since[page]
+            pages.epochs[page] = epoch
+            if state == UNKNOWN:
+                continue
+            name = name_of(pages, page, 1)
+            if known != epoch and "R8" not in told:
+                told.add("R8")
+                what = f"{name} under epoch {epoch}, and its epoch is {known}"
+                self._wrong("R8", what, (since,), event)
+            if state == HELD:
+                told |= self._held(event, lease, pages, page, told)
+            elif state != SEALED and "R11" not in told:
+                told.add("R11")
+                what = f"{name} while it was {STATE_NAMES[state]}"
+                self._wrong("R11", what, (since,), event)
+        return True
+
+    def _held(
+        self, event: LeaseOpen, lease: SequenceState | None, pages: Pages, page: int, told: set[str]
+    ) -> set[str]:
+        """Look at a page that somebody may still write: a transfer, on which the lease depends."""
+        holder = pages.holders[page]
+        end = self._ends.get(holder)
+        if end is not None:
+            if lease is not None:
+                transfer = self._transfers.get(end.transfer)
+                if transfer is None:
+                    transfer = self._transfers[end.transfer] = TransferState(end.transfer)
+                depend(lease, transfer, event.seq)
+            return set()
+        if "R3" in told or (holder not in self._sequences and self._world.is_lossy):
+            return set()
+        what = f"{name_of(pages, page, 1)} while lease {holder} may still write it"
+        self._wrong("R3", what, (pages.since[page],), event)
+        return {"R3"}
+
+    def _wrong(self, rule: str, what: str, before: tuple[int, ...], event: LeaseOpen) -> None:
+        what = f"lease {event.lease} was opened on {what}"
+        self._findings.violate(
+            rule, what, (*before, event.seq), lease=event.lease, request=event.request
+        )
+
+    def _unlanded(self, lease: SequenceState, pages: Pages, runs: list[PageRun], seq: int) -> None:
+        """Depend on transfers that said they were done and whose bytes have not landed yet."""
+        world = self._world
+        for first, count, _ in runs:
+            for page in range(first, first + count):
+                number = pages.unlanded.get(page, 0)
+                transfer = world.transfers.get(number) or world.limbo.get(number)
+                if transfer is not None:
+                    depend(lease, transfer, seq)
+
+    def misplaced(
+        self, lease: SequenceState, pages: Pages, run: PageRun, place: int, seq: int
+    ) -> None:
+        """Say which page of a run is not at its place in the prefix, if one is not (R10)."""
+        first, count, _ = run
+        for page in range(first, first + count):
+            known = pages.places[page]
+            if known not in (-1, place):
+                what = (
+                    f"lease {lease.id} has {name_of(pages, page, 1)} at position {place}, and it "
+                    f"was sealed at position {known}"
+                )
+                seqs = (pages.since[page], lease.seq, seq)
+                self._findings.violate("R10", what, seqs, lease=lease.id, request=lease.request)
+                return
+            place += self._page_tokens
+
+    def wait(self, event: LeaseWait) -> None:
+        """Readers begin to wait; kept until the step, or the lease, says how it went on."""
+        waits = self._world.waits
+        if event.step:
+            waits.setdefault(event.step, []).append(event)
+        else:
+            for lease in event.leases:
+                waits.setdefault(-lease, []).append(event)
+
+    def move(self, event: LeaseMove) -> None:
+        """A right changes hands; its number stays."""
+        number = event.lease
+        sequence, end = self._sequences.get(number), self._ends.get(number)
+        if sequence is not None:
+            sequence.is_shared = sequence.is_shared or event.freezes
+        elif end is not None:
+            if event.freezes:
+                self._ends[number] = msgspec.structs.replace(end, mode="shared")
+        elif not self._world.is_lossy:
+            what = f"lease {number} was moved and is not open"
+            self._findings.violate("R14", what, (event.seq,), lease=number)
+
+    def close(self, event: LeaseClose) -> None:
+        """A right ends: its pages are not pinned by it any more."""
+        number = event.lease
+        end = self._ends.pop(number, None)
+        if end is not None:
+            down = self._tiers[end.tier].pins.down
+            if end.pages:
+                down(end.pages)
+            reserved = self._reserved.pop(number, None)
+            if reserved:
+                down(reserved)
+            transfer = self._transfers.get(end.transfer)
+            if transfer is not None:
+                self._let_go(number, end.seq, transfer, event.seq)
+            return
+        lease = self._sequences.pop(number, None)
+        if lease is None:
+            if not self._world.is_lossy:
+                what = f"lease {number} was closed and is not open"
+                self._findings.violate("R14", what, (event.seq,), lease=number)
+            return
+        for runs in lease.batches:
+            lease.pages.pins.down(runs)
+        self._leave(lease, event)
+
+    def _leave(self, lease: SequenceState, event: LeaseClose) -> None:
+        """A sequence, or another reader, is done."""
+        if lease.depends is not None:
+            for opening in event.opens:
+                mask = (1 << max(0, opening.num_layers)) - 1 << max(0, opening.layer)
+                self._openings.check(lease, mask, opening.after_seq, 0, event.seq)
+            for transfer in lease.depends:
+                transfer.readers -= 1
+                self._openings.dismiss(transfer)
+        record = lease.record
+        if record is not None:
+            record.published += lease.published
+            if record.lease == lease.id:
+                record.lease = 0
+        if self._world.waits:
+            self._world.waits.pop(-lease.id, None)
+
+    def _let_go(self, lease: int, opened: int, transfer: TransferState, seq: int) -> None:
+        """One end of a transfer is let go: not before the transfer has ended (R7)."""
+        plan = transfer.plan
+        if plan is None:
+            return
+        if not transfer.ended:
+            what = f"lease {lease} was closed before transfer {transfer.id}, which it holds, ended"
+            self._findings.violate(
+                "R7", what, (opened, transfer.planned, seq), lease=lease, transfer=transfer.id,
+                request=plan.request,
+            )  # fmt: skip
+        if lease == plan.destination_lease:
+            transfer.closed = seq
+        self._openings.dismiss(transfer)

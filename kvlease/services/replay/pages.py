@@ -1,0 +1,284 @@
+"""One tier's pages as a log tells of them: flat arrays, changed and compared a run at a time.
+
+A million pages are a few arrays and no objects. This module does not know the rules.
+"""
+
+from typing import Final, final
+
+from kvlease.protocols.events import PageRun
+
+FREE, HELD, SEALED, QUARANTINED, UNKNOWN = range(5)
+STATE_NAMES = ("free", "held", "sealed", "quarantined", "unknown")
+MAX_PAGES = 1 << 24
+"""Pages of a tier whose size the head does not state are believed up to here."""
+
+NO_RUNS: Final[list[PageRun]] = []
+"""No run; shared and never changed."""
+
+_UP = bytes([*range(1, 256), 255])
+_DOWN = bytes([0, *range(255)])
+FULL = 255
+"""Pins of one page that its byte counts; more are counted beside it."""
+_IS_PINNED = bytes([0] + [1] * 255)
+_MAY_BE_LEASED = bytes(state in (HELD, SEALED) for state in range(256))
+
+
+@final
+class Pins:
+    """How many open leases name each page: one byte a page, the rare rest in a dict.
+
+    Runs of any length are counted up and down by translating their bytes in one call.
+    """
+
+    __slots__ = ("beyond", "counts")
+
+    def __init__(self, total: int) -> None:
+        """Start with no page pinned."""
+        self.counts = bytearray(total)
+        self.beyond: dict[int, int] = {}
+
+    def up(self, first: int, count: int) -> None:
+        """One more lease names these pages, all of which exist."""
+        counts, end = self.counts, first + count
+        part = counts[first:end]
+        if FULL not in part:
+            counts[first:end] = part.translate(_UP)
+            return
+        for page in range(first, end):
+            if counts[page] == FULL:
+                self.beyond[page] = self.beyond.get(page, 0) + 1
+            else:
+                counts[page] += 1
+
+    def down(self, runs: list[PageRun]) -> None:
+        """One lease less names them; a page that none names stays at zero."""
+        counts = self.counts
+        for first, count, _ in runs:
+            if count == 1:
+                if 0 < (known := counts[first]) < FULL:
+                    counts[first] = known - 1
+                    continue
+            else:
+                part = counts[first : first + count]
+                if FULL not in part:
+                    counts[first : first + count] = part.translate(_DOWN)
+                    continue
+            self._down(first, count)
+
+    def _down(self, first: int, count: int) -> None:
+        for page in range(first, first + count):
+            more = self.beyond.get(page, 0)
+            if more:
+                self.beyond[page] = more - 1
+            elif self.counts[page]:
+                self.counts[page] -= 1
+
+    def are_free(self, first: int, count: int) -> bool:
+        """Whether no open lease names any of these pages."""
+        return self.counts.count(0, first, first + count) == count
+
+
+@final
+class Pages:
+    """State, epoch and history of every page of one tier.
+
+    Attributes:
+        holders: the lease of a held page; the number of the quarantine of a quarantined one.
+        places: the position, in its sequence, of a sealed page's first token; -1 if not known.
+        roots: number of the cache identity it was sealed under.
+        since: ``seq`` of the event that brought the page into its state.
+        unlanded: pages sealed by a transfer whose bytes have not landed yet, with its number.
+    """
+
+    __slots__ = (
+        "epochs", "holders", "is_sized", "name", "pins", "places", "roots", "since", "state",
+        "total", "unlanded",
+    )  # fmt: skip
+
+    def __init__(self, name: str, total: int | None) -> None:
+        """Start with all pages free; None where the head does not state how many there are."""
+        self.name = name
+        self.is_sized = total is not None
+        self.total = 0
+        self.state = bytearray()
+        self.pins = Pins(0)
+        self.epochs: list[int] = []
+        self.holders: list[int] = []
+        self.places: list[int] = []
+        self.roots: list[int] = []
+        self.since: list[int] = []
+        self.unlanded: dict[int, int] = {}
+        self.grow(total or 0)
+
+    def grow(self, total: int) -> None:
+        """Know of so many pages."""
+        more = total - self.total
+        self.total = total
+        self.state.extend(bytes(more))
+        self.pins.counts.extend(bytes(more))
+        for column in (self.epochs, self.holders, self.roots, self.since):
+            column.extend([0] * more)
+        self.places.extend([-1] * more)
+
+    def has(self, first: int, count: int) -> bool:
+        """Whether these pages exist, growing a tier of unstated size to hold them."""
+        end = first + count
+        if first < 0 or count < 1:
+            return False
+        if end > self.total and not self.is_sized and end <= MAX_PAGES:
+            self.grow(end)
+        return end <= self.total
+
+    def are(self, first: int, count: int, epoch: int, state: int) -> bool:
+        """Whether all pages of a run are of this epoch and in this state."""
+        end = first + count
+        return (
+            first >= 0
+            and count > 0
+            and end <= self.total
+            and self.state.count(state, first, end) == count
+            and self.epochs[first:end].count(epoch) == count
+        )
+
+    def odd(self, runs: list[PageRun], state: int) -> list[PageRun]:
+        """Return those runs whose pages are not all of their epoch and in this state."""
+        return [run for run in runs if not self.are(*run, state)]
+
+    def pin_sealed(self, runs: list[PageRun]) -> list[PageRun]:
+        """One more lease names these pages; return runs, not pinned, that are not all sealed."""
+        states, epochs, counts, total = self.state, self.epochs, self.pins.counts, self.total
+        odd = NO_RUNS
+        for run in runs:
+            first, count, epoch = run
+            if (
+                count == 1
+                and 0 <= first < total
+                and states[first] == SEALED
+                and epochs[first] == epoch
+                and (known := counts[first]) < FULL
+            ):
+                counts[first] = known + 1
+            elif self.are(first, count, epoch, SEALED):
+                self.pins.up(first, count)
+            else:
+                odd = [*odd, run]
+        return odd
+
+    def reserve(self, runs: list[PageRun], lease: int, seq: int) -> list[PageRun]:
+        """Give free pages to a lease, which pins them; return runs, not given, of others."""
+        states, epochs, counts, total = self.state, self.epochs, self.pins.counts, self.total
+        odd = NO_RUNS
+        for run in runs:
+            first, count, epoch = run
+            if (
+                count == 1
+                and 0 <= first < total
+                and states[first] == FREE
+                and epochs[first] == epoch
+                and (known := counts[first]) < FULL
+            ):
+                counts[first] = known + 1
+                states[first] = HELD
+                self.holders[first] = lease
+                self.since[first] = seq
+            elif self.are(first, count, epoch, FREE):
+                self.pins.up(first, count)
+                self.move(run, HELD, lease, seq)
+            else:
+                odd = [*odd, run]
+        return odd
+
+    def seal(self, runs: list[PageRun], lease: int, seq: int) -> list[PageRun]:
+        """Seal pages that a lease holds; return runs, not sealed, that it does not hold."""
+        states, epochs, holders, total = self.state, self.epochs, self.holders, self.total
+        odd = NO_RUNS
+        for run in runs:
+            first, count, epoch = run
+            if (
+                count == 1
+                and 0 <= first < total
+                and states[first] == HELD
+                and epochs[first] == epoch
+                and holders[first] == lease
+            ):
+                states[first] = SEALED
+                holders[first] = 0
+                self.since[first] = seq
+            elif (
+                self.are(first, count, epoch, HELD)
+                and holders[first : first + count].count(lease) == count
+            ):
+                self.move(run, SEALED, 0, seq)
+            else:
+                odd = [*odd, run]
+        return odd
+
+    def free(self, runs: list[PageRun], seq: int) -> list[PageRun]:
+        """Free sealed pages that no lease pins; return runs, not freed, of others."""
+        states, epochs, counts, total = self.state, self.epochs, self.pins.counts, self.total
+        odd = NO_RUNS
+        for run in runs:
+            first, count, epoch = run
+            if (
+                count == 1
+                and 0 <= first < total
+                and states[first] == SEALED
+                and epochs[first] == epoch
+                and not counts[first]
+            ):
+                states[first] = FREE
+                epochs[first] = epoch + 1
+                self.since[first] = seq
+            elif self.are(first, count, epoch, SEALED) and self.pins.are_free(first, count):
+                self.release(run, FREE, 0, seq)
+            else:
+                odd = [*odd, run]
+        return odd
+
+    def move(self, run: PageRun, state: int, holder: int, seq: int) -> None:
+        """Bring a run's pages, all of which exist, into a state."""
+        first, count, _ = run
+        end = first + count
+        self.state[first:end] = bytes((state,)) * count
+        self.holders[first:end] = [holder] * count
+        self.since[first:end] = [seq] * count
+
+    def release(self, run: PageRun, state: int, holder: int, seq: int) -> None:
+        """Bring pages into a state that ends their epoch."""
+        first, count, epoch = run
+        self.move(run, state, holder, seq)
+        self.epochs[first : first + count] = [epoch + 1] * count
+
+    def place(self, runs: list[PageRun], place: int, page_tokens: int, root: int) -> None:
+        """Say where pages stand in their sequence, in order, and under which identity."""
+        places, roots = self.places, self.roots
+        for first, count, _ in runs:
+            if count == 1:
+                places[first] = place
+                roots[first] = root
+            else:
+                end = first + count
+                stop = place + count * page_tokens
+                places[first:end] = range(place, stop, page_tokens)
+                roots[first:end] = [root] * count
+            place += count * page_tokens
+
+    def are_placed(self, first: int, count: int, place: int, page_tokens: int) -> bool:
+        """Whether the pages of a run stand one behind the other from ``place`` on."""
+        if count == 1:
+            return self.places[first] == place
+        wanted = [*range(place, place + count * page_tokens, page_tokens)]
+        return self.places[first : first + count] == wanted
+
+    def num_leased(self) -> int:
+        """Count held or sealed pages that an open lease names."""
+        pinned = int.from_bytes(self.pins.counts.translate(_IS_PINNED), "little")
+        may_be = int.from_bytes(self.state.translate(_MAY_BE_LEASED), "little")
+        return (pinned & may_be).bit_count()
+
+    def forget(self) -> None:
+        """Know nothing of any page any more: lines are missing."""
+        self.state[:] = bytes((UNKNOWN,)) * self.total
+        self.places[:] = [-1] * self.total
+        self.pins = Pins(self.total)
+        self.unlanded.clear()

@@ -1,0 +1,201 @@
+"""The reader: JSON lines from a file, a ``.gz`` or standard input, as typed events in blocks.
+
+A block of lines is decoded in one call. Only where that fails is it taken line by line, to find the
+line that is of unknown type, no event at all, or cut off at the log's end. This module does not
+know what the events mean.
+"""
+
+import gzip
+import sys
+import zlib
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from io import BufferedIOBase, BufferedReader
+from typing import Final, TypeAlias, cast, final, get_args
+
+import msgspec
+
+from kvlease.errors import BadInput
+from kvlease.protocols.events import SCHEMA_VERSION, AnyEvent, Event, LogOpen
+
+BLOCK_BYTES = 1 << 16
+"""Read and decoded at once: few enough events that their memory stays in the processor's caches."""
+
+Block: TypeAlias = tuple[int, list[Event]]
+"""Number of the first line (from 1), and the events of lines that follow one another."""
+
+
+class UnknownEvent(Event, kw_only=True, gc=False):
+    """A line whose type this version does not know; it has its number and its time."""
+
+    name: str = ""
+
+
+class BrokenLine(Event, kw_only=True, gc=False):
+    """A line that is no event: not JSON, or without a field that its type must have."""
+
+    reason: str = ""
+
+
+class _Head(msgspec.Struct):
+    """As much of a line as can be read without knowing its type."""
+
+    event: str
+    seq: int = 0
+    t_ns: int = 0
+    schema: int | None = None
+
+
+_decode_event = msgspec.json.Decoder(cast("type[Event]", AnyEvent)).decode
+_decode_lines = msgspec.json.Decoder(cast("type[Event]", AnyEvent)).decode_lines
+_decode_head = msgspec.json.Decoder(_Head).decode
+KINDS: Final = cast("tuple[type[Event], ...]", get_args(AnyEvent))
+"""Every type of event that this version knows."""
+_KNOWN = frozenset(str(kind.__struct_config__.tag) for kind in KINDS)
+
+
+@final
+class LogReader:
+    """Blocks of one log, in order. ``truncated`` is true once its last line was found cut off."""
+
+    def __init__(self, file: BufferedIOBase, name: str) -> None:
+        """Borrow a binary file that stands at the log's first byte; ``name`` is for errors."""
+        self._file = file
+        self._name = name
+        self.truncated = False
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the log's events; the first is its head.
+
+        Raises:
+            BadInput: this is no log, or one of another version.
+        """
+        line, rest = 1, b""
+        while True:
+            chunk = self._read()
+            data = rest + chunk if rest else chunk
+            end = data.rfind(b"\n") + 1
+            whole, rest = data[:end], data[end:]
+            if whole:
+                if line == 1:
+                    self._check_head(whole[: whole.index(b"\n")])
+                yield from self._decode(whole, line)
+                line += whole.count(b"\n")
+            if not chunk:
+                break
+        if rest:
+            if line == 1:
+                self._check_head(rest)
+            yield from self._last(rest, line)
+        elif line == 1:
+            raise BadInput(
+                f"{self._name} is empty; give an event log (--log of the other commands)"
+            )
+
+    def _read(self) -> bytes:
+        try:
+            return self._file.read1(BLOCK_BYTES)
+        except (EOFError, zlib.error):  # a compressed log that was cut off or damaged
+            self.truncated = True
+            return b""
+        except gzip.BadGzipFile as error:
+            raise BadInput(f"{self._name} is not a readable gzip file ({error})") from error
+        except OSError as error:
+            raise BadInput(f"cannot read {self._name}: {error.strerror or error}") from error
+
+    def _check_head(self, line: bytes) -> None:
+        try:
+            head = _decode_head(line)
+        except msgspec.MsgspecError as error:
+            raise BadInput(f"{self._name} is no event log: its first line is no event") from error
+        if head.event != "log.open":
+            raise BadInput(
+                f"{self._name} has no head: its first line is {head.event} and not log.open, so "
+                "nothing says what to judge it by; give the log from its first line on"
+            )
+        if head.schema != SCHEMA_VERSION:
+            raise BadInput(
+                f"{self._name} is an event log of version {head.schema}, and this kvlease reads "
+                f"version {SCHEMA_VERSION}; replay it with the version that wrote it"
+            )
+        try:
+            msgspec.json.decode(line, type=LogOpen)
+        except msgspec.MsgspecError as error:
+            raise BadInput(f"{self._name} has a head that cannot be read: {error}") from error
+
+    def _decode(self, whole: bytes, line: int) -> Iterator[Block]:
+        try:
+            events = _decode_lines(whole)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            events = []
+        if len(events) == whole.count(b"\n"):
+            yield line, events
+            return
+        yield line, [_decode_one(text) for text in whole[:-1].split(b"\n")]
+
+    def _last(self, rest: bytes, line: int) -> Iterator[Block]:
+        event = _decode_one(rest)
+        if isinstance(event, BrokenLine):
+            self.truncated = True
+        else:
+            yield line, [event]
+
+
+def _decode_one(line: bytes) -> Event:
+    try:
+        return _decode_event(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        reason = str(error)
+    try:
+        head = _decode_head(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return BrokenLine(reason=reason)
+    if head.event in _KNOWN:
+        return BrokenLine(seq=head.seq, t_ns=head.t_ns, reason=f"{head.event}: {reason}")
+    return UnknownEvent(seq=head.seq, t_ns=head.t_ns, name=head.event)
+
+
+def _plain(file: BufferedReader) -> BufferedIOBase:
+    """Return the file itself, or what is compressed in it."""
+    is_zipped = file.peek(2)[:2] == b"\x1f\x8b"
+    return gzip.GzipFile(fileobj=file) if is_zipped else file
+
+
+@contextmanager
+def open_log(path: str) -> Generator[LogReader, None, None]:
+    """Open a log for reading; ``-`` is standard input, and gzip is known by its first bytes.
+
+    Raises:
+        BadInput: the file cannot be opened.
+    """
+    name = "standard input" if path == "-" else path
+    try:
+        raw = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror or error}") from error
+    file = cast("BufferedReader", raw)
+    try:
+        yield LogReader(_plain(file), name)
+    except OSError as error:
+        raise BadInput(f"cannot read {name}: {error.strerror or error}") from error
+    finally:
+        if path != "-":
+            file.close()
+
+
+def texts_of(path: str, lines: set[int]) -> dict[int, str]:
+    """Return the text of some lines of a log, by number; nothing for standard input."""
+    found: dict[int, str] = {}
+    if path == "-" or not lines:
+        return found
+    last = max(lines)
+    with open(path, "rb") as file:
+        try:
+            for number, text in enumerate(_plain(file), 1):
+                if number in lines:
+                    found[number] = text.decode("utf-8", "replace").rstrip()
+                if number >= last:
+                    break
+        except (EOFError, OSError, zlib.error):
+            pass  # cut off behind what was readable
+    return found

@@ -1,0 +1,144 @@
+"""Rules about requests: they end in time (R9), use their own pages (R10), and add up (R12)."""
+
+from typing import final
+
+from kvlease.protocols.events import (
+    RequestAdmitted,
+    RequestFailed,
+    RequestFinished,
+    RequestPreempted,
+    RequestSubmitted,
+)
+from kvlease.services.replay.lease_rules import LeaseRules
+from kvlease.services.replay.page_rules import name_of
+from kvlease.services.replay.pages import SEALED
+from kvlease.services.replay.state import RequestState, SequenceState, World
+
+GRACE_NS = 5_000_000_000
+"""How long after its deadline a request may still end: the step that it is in goes on till then."""
+
+
+@final
+class RequestRules:
+    """Follows ``request.*``; one method an event."""
+
+    def __init__(self, world: World, leases: LeaseRules) -> None:
+        """Share the world."""
+        self._world = world
+        self._findings = world.findings
+        self._requests = world.requests
+        self._lease_rules = leases
+
+    def submitted(self, event: RequestSubmitted) -> None:
+        """A request passes the door."""
+        number, seq = event.request, event.seq
+        before = self._requests.get(number)
+        if before is not None:
+            what = f"request {number} was submitted twice"
+            self._findings.violate("R14", what, (before.seq, seq), request=number)
+        record = self._requests[number] = RequestState(number, seq)
+        record.prompt, record.max_tokens = event.prompt_tokens, event.max_tokens
+        record.deadline_ns = event.deadline_ns
+
+    def _known(self, number: int, seq: int, doing: str) -> RequestState | None:
+        record = self._requests.get(number)
+        if record is None and not self._world.is_lossy:
+            what = f"request {number} {doing}, and it was not submitted or has ended"
+            self._findings.violate("R14", what, (seq,), request=number)
+        return record
+
+    def admitted(self, event: RequestAdmitted) -> None:
+        """It has pages now: all of them sealed under its identity and at their places (R10)."""
+        record = self._known(event.request, event.seq, "was admitted")
+        if record is None:
+            return
+        record.admitted = event.seq
+        record.root = self._world.root_of(event.identity)
+        lease = self._world.sequences.get(record.lease)
+        if lease is not None and (lease.depends is not None or len(self._world.roots) > 1):
+            self._check_prefix(lease, record.root, event.seq)
+
+    def _check_prefix(self, lease: SequenceState, root: int, seq: int) -> None:
+        pages, page_tokens, place = lease.pages, self._world.head.page_tokens, 0
+        for run in lease.runs():
+            first, count, _ = run
+            if place >= lease.base * page_tokens:
+                break
+            end = first + count
+            if pages.roots[first:end].count(root) != count:
+                self._other_root(lease, first, count, root, seq)
+            # What was sealed then was looked at when the lease was opened.
+            if pages.state.count(SEALED, first, end) != count and not pages.are_placed(
+                first, count, place, page_tokens
+            ):
+                self._lease_rules.misplaced(lease, pages, run, place, seq)
+            place += count * page_tokens
+
+    def _other_root(
+        self, lease: SequenceState, first: int, count: int, root: int, seq: int
+    ) -> None:
+        pages = lease.pages
+        for page in range(first, first + count):
+            if pages.roots[page] != root and pages.places[page] >= 0:
+                what = (
+                    f"request {lease.request} uses {name_of(pages, page, 1)}, which was sealed "
+                    "under another identity"
+                )
+                self._findings.violate(
+                    "R10", what, (pages.since[page], lease.seq, seq), request=lease.request,
+                    lease=lease.id,
+                )  # fmt: skip
+                return
+
+    def preempted(self, event: RequestPreempted) -> None:
+        """It gave its pages back and waits."""
+        record = self._known(event.request, event.seq, "was preempted")
+        if record is not None:
+            record.admitted = 0
+
+    def finished(self, event: RequestFinished) -> None:
+        """It has its answer, or as much of it as its caller wanted."""
+        self._ended(event)
+
+    def failed(self, event: RequestFailed) -> None:
+        """It got no answer."""
+        self._ended(event)
+
+    def _ended(self, event: RequestFinished | RequestFailed) -> None:
+        record = self._known(event.request, event.seq, "ended")
+        if record is None:
+            return
+        del self._requests[record.id]
+        lease = self._world.sequences.get(record.lease)
+        if lease is not None:
+            record.published += lease.published
+        if record.deadline_ns and event.t_ns > record.deadline_ns + GRACE_NS:
+            over = (event.t_ns - record.deadline_ns) / 1e9
+            what = f"request {record.id} ended {over:.1f} s after its deadline"
+            self._findings.violate("R9", what, (record.seq, event.seq), request=record.id)
+        for why in self._accounts(record, event):
+            what = f"request {record.id} {why}"
+            seqs = (record.seq, record.admitted, event.seq)
+            self._findings.violate("R12", what, seqs, request=record.id)
+
+    def _accounts(self, record: RequestState, event: RequestFinished | RequestFailed) -> list[str]:
+        """Return what does not add up."""
+        usage, wrong = event.usage, list[str]()
+        if usage.prompt != record.prompt:
+            wrong.append(f"was submitted with {record.prompt} tokens and ended with {usage.prompt}")
+        buckets = (
+            usage.hit_device
+            + usage.hit_host
+            + usage.hit_storage
+            + usage.hit_remote
+            + usage.computed
+        )
+        if record.admitted and buckets != usage.prompt:
+            wrong.append(f"has {usage.prompt} prompt tokens and {buckets} in its buckets")
+        if record.admitted and usage.computed < 1:
+            wrong.append("computed no token of its prompt")
+        if usage.output > record.max_tokens:
+            wrong.append(f"asked for {record.max_tokens} tokens and got {usage.output}")
+        if usage.output != record.published and not self._world.is_lossy:
+            wrong.append(f"got {usage.output} tokens, and its steps published {record.published}")
+        return wrong

@@ -1,0 +1,326 @@
+"""What is alive at one point of a log: leases, transfers, requests, and what depends on them.
+
+Records are dropped as soon as no later line can refer to them, so memory follows what is alive and
+not how long the log is. This module decides no rule.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Final, final
+
+from kvlease.protocols.events import (
+    ComponentFacts,
+    LeaseOpen,
+    LeaseWait,
+    LogOpen,
+    PageRun,
+    TransferPlan,
+)
+from kvlease.services.replay.findings import Findings
+from kvlease.services.replay.pages import Pages
+
+MAX_LIMBO = 1024
+"""Settled transfers that are kept because some of their bytes have not landed yet."""
+NO_SEQS: Final[list[int]] = []
+
+
+@final
+class Head:
+    """What the first line says, in the forms that the rules ask for.
+
+    Attributes:
+        names: components of each layer, spans and tails.
+        every_layer: one bit a layer.
+        has_tails: whether computing can resume at kept tails only (R5).
+    """
+
+    def __init__(self, event: LogOpen) -> None:
+        """Read the head."""
+        self.event = event
+        self.page_tokens = event.page_tokens
+        self.num_layers = event.num_layers
+        self.every_layer = (1 << event.num_layers) - 1
+        self.has_tails = any(c.kind == "tail" for c in event.components)
+        self._bundles: dict[tuple[bool, bool], Bundle] = {}
+
+    def bundle(self, has_pages: bool, has_tails: bool) -> "Bundle":
+        """Return what a transfer of pages, tails or both has to move."""
+        key = has_pages, has_tails
+        found = self._bundles.get(key)
+        if found is None:
+            kinds = {"span"} if has_pages else set[str]()
+            kinds |= {"tail"} if has_tails else set[str]()
+            parts = [c for c in self.event.components if c.kind in kinds and c.nbytes]
+            found = self._bundles[key] = Bundle(parts, self.num_layers)
+        return found
+
+
+@final
+class Bundle:
+    """The components that a transfer has to move, and their bytes, by layer.
+
+    Attributes:
+        names: of all components, sorted.
+        layer_mask: layers that have bytes to move, one bit each, between ``first_layer`` and
+            ``end_layer``.
+        span_nbytes, tail_nbytes: by layer, of one page and of one tail.
+    """
+
+    def __init__(self, parts: list[ComponentFacts], num_layers: int) -> None:
+        """Sum up the head's components."""
+        self.names = sorted({part.name for part in parts})
+        self.layer_mask = 0
+        self.layer_names: list[list[str]] = [[] for _ in range(num_layers)]
+        self.span_nbytes = [0] * num_layers
+        self.tail_nbytes = [0] * num_layers
+        for part in parts:
+            column = self.span_nbytes if part.kind == "span" else self.tail_nbytes
+            for layer in part.layers:
+                self.layer_mask |= 1 << layer
+                column[layer] += part.nbytes
+                if part.name not in self.layer_names[layer]:
+                    self.layer_names[layer].append(part.name)
+        self.end_layer = self.layer_mask.bit_length()
+        lowest = self.layer_mask & -self.layer_mask
+        self.first_layer = lowest.bit_length() - 1 if lowest else num_layers
+        self.num_parts = sum(len(names) for names in self.layer_names)
+        self.all_spans = sum(self.span_nbytes)
+        self.all_tails = sum(self.tail_nbytes)
+
+
+@final
+class PendingOpening:
+    """One layer opened by one lease in one step, kept while bytes of it have not landed."""
+
+    __slots__ = ("after", "counted", "layer", "lease", "request", "seq", "step")
+
+    def __init__(self, layer: int, lease: "SequenceState", step: int, after: int, seq: int) -> None:
+        """Keep what a violation has to name; ``counted`` are components found to be early."""
+        self.layer = layer
+        self.counted: set[str] = set()
+        self.lease = lease.id
+        self.request = lease.request
+        self.step = step
+        self.after = after
+        self.seq = seq
+
+
+@final
+class Landing:
+    """What is known of a transfer's bytes where the log tells when they land.
+
+    Attributes:
+        left: how many (layer, component) have not landed.
+        seqs: where those that have did.
+        openings: let through before everything had landed.
+        pages: sealed pages that are named in `Pages.unlanded` because of this transfer.
+    """
+
+    __slots__ = ("left", "openings", "pages", "seqs")
+
+    def __init__(self, left: int) -> None:
+        """Start with nothing landed."""
+        self.left = left
+        self.seqs: dict[tuple[int, str], int] = {}
+        self.openings: list[PendingOpening] = []
+        self.pages: list[tuple[Pages, PageRun]] = []
+
+
+@final
+class TransferState:
+    """One transfer, from its plan, or from its first reader, until nobody can refer to it.
+
+    Attributes:
+        plan: its plan, once it has one; ``planned`` is the plan's ``seq``.
+        ended, end: how and where it ended; empty and 0 while it has not.
+        closed: ``seq`` at which its destination was let go.
+        latest: ``seq`` of the last thing that happened to its bytes.
+        recorded, done: ``seq`` by layer, 0 before; ``done_mask`` has one bit a layer.
+        landing: None unless the log tells when bytes land.
+        readers: open leases that depend on it.
+        partial: components that are not yet recorded, or done, of layers told in parts.
+    """
+
+    __slots__ = (
+        "bundle", "closed", "done", "done_mask", "end", "ended", "id", "landing", "latest",
+        "num_pages", "partial", "plan", "planned", "readers", "recorded",
+    )  # fmt: skip
+
+    def __init__(self, transfer: int) -> None:
+        """Know its number only; the plan follows."""
+        self.id = transfer
+        self.plan: TransferPlan | None = None
+        self.planned = self.end = self.closed = self.latest = 0
+        self.ended = ""
+        self.readers = self.num_pages = self.done_mask = 0
+        self.landing: Landing | None = None
+        self.partial: dict[tuple[str, int], set[str]] | None = None
+        self.bundle: Bundle | None = None
+        self.recorded: list[int] = NO_SEQS
+        self.done: list[int] = NO_SEQS
+
+    @property
+    def request(self) -> int:
+        """The request that it was planned for; 0 for none."""
+        return 0 if self.plan is None else self.plan.request
+
+    @property
+    def source_tier(self) -> str:
+        """Where its bytes come from."""
+        return "unknown" if self.plan is None else self.plan.source_tier
+
+
+@final
+class SequenceState:
+    """The open lease of a running sequence, or of another reader; no transfer's end.
+
+    Attributes:
+        seq: where it was opened.
+        batches: all its pages in table order, as the runs of the events that named them.
+        own: pages that it reserved, in table order behind ``base`` pages that it was opened with.
+        floor, limit: positions between which it may write rows.
+        written: position up to which published steps have written without a hole.
+        whole: the latest step whose ``step.read`` names it with all layers.
+        read, read_seq, mask: the latest step whose ``step.read`` names it, and the layers opened.
+        is_plain: its next row needs no look at its tail or at what it depends on.
+        depends: transfers whose bytes its pages or its running state wait for.
+        tail: the load that brings the tail at its prefix's end.
+        last: ``seq`` of the latest ``step.read`` or ``step.done`` of a lease that depends.
+    """
+
+    __slots__ = (
+        "base", "batches", "depends", "floor", "has_begun", "id", "is_plain", "is_shared", "last",
+        "limit", "mask", "own", "pages", "published", "read", "read_seq", "record", "request",
+        "seq", "tail", "whole", "written",
+    )  # fmt: skip
+
+    def __init__(self, event: LeaseOpen, pages: Pages) -> None:
+        """Open it without pages."""
+        self.id = event.lease
+        self.pages = pages
+        self.is_shared = event.mode == "shared"
+        self.seq = event.seq
+        self.request = event.request
+        self.batches: list[list[PageRun]] = []
+        self.record: RequestState | None = None
+        self.own: list[int] = []
+        self.base = self.floor = self.limit = self.written = 0
+        self.depends: list[TransferState] | None = None
+        self.tail: TransferState | None = None
+        self.whole = self.read = self.read_seq = self.mask = self.last = self.published = 0
+        self.is_plain = self.has_begun = False
+
+    def runs(self) -> Iterator[PageRun]:
+        """Yield its pages in table order."""
+        return chain.from_iterable(self.batches)
+
+
+@final
+class RequestState:
+    """One request that has not ended: what it asked for, and where it was seen."""
+
+    __slots__ = (
+        "admitted", "deadline_ns", "id", "lease", "max_tokens", "prompt", "published", "root",
+        "seq",
+    )  # fmt: skip
+
+    def __init__(self, request: int, seq: int) -> None:
+        """It was submitted."""
+        self.id = request
+        self.seq = seq
+        self.admitted = self.lease = self.published = self.root = 0
+        self.prompt = self.max_tokens = self.deadline_ns = 0
+
+
+@final
+class Quarantine:
+    """What some released pages wait for."""
+
+    __slots__ = ("leases", "num_pages", "seq", "steps", "transfers")
+
+    def __init__(self, seq: int, transfers: list[int], steps: list[int], leases: list[int]) -> None:
+        """Keep what ``page.quarantine`` names."""
+        self.seq = seq
+        self.num_pages = 0
+        self.transfers = transfers
+        self.steps = steps
+        self.leases = leases
+
+
+@final
+class World:
+    """Everything alive; the rules' modules share one.
+
+    Attributes:
+        is_lossy: lines are missing or of a lower level: what is unknown is not therefore wrong.
+        keeps_landings: whether settled transfers are kept until their bytes have landed.
+        has_landings: whether the log tells when bytes land.
+        sequences: all open leases that are no transfer's end.
+        ends: open leases that are one, as they were opened; ``reserved`` are the pages that they
+            reserved since.
+        limbo: settled transfers some of whose bytes have not landed, oldest first.
+        waits: waits that have not ended, by step, or by minus the lease outside steps.
+        blocking_steps: steps not over yet that quarantined pages wait for.
+    """
+
+    def __init__(self, head: LogOpen, findings: Findings) -> None:
+        """Start as the head says, with all pages free."""
+        self.head = Head(head)
+        self.findings = findings
+        self.is_lossy = head.level != "audit"
+        self.keeps_landings = head.ports is not None
+        self.has_landings = False
+        self.tiers: dict[str, Pages] = {
+            "device": Pages("device", head.device_pages),
+            "host": Pages("host", head.host_pages),
+            "storage": Pages("storage", None),
+        }
+        self.ends: dict[int, LeaseOpen] = {}
+        self.reserved: dict[int, list[PageRun]] = {}
+        self.sequences: dict[int, SequenceState] = {}
+        self.transfers: dict[int, TransferState] = {}
+        self.limbo: dict[int, TransferState] = {}
+        self.requests: dict[int, RequestState] = {}
+        self.quarantines: dict[int, Quarantine] = {}
+        self.waits: dict[int, list[LeaseWait]] = {}
+        self.blocking_steps: set[int] = set()
+        self.roots: dict[str, int] = {head.identity: 0}
+
+    def forget(self) -> None:
+        """Know nothing of what was before this line: lines are missing."""
+        self.is_lossy = True
+        for pages in self.tiers.values():
+            pages.forget()
+        for alive in (
+            self.ends, self.reserved, self.sequences, self.transfers, self.limbo,
+            self.requests, self.quarantines, self.waits,
+        ):  # fmt: skip
+            alive.clear()
+        self.blocking_steps.clear()
+
+    def opened_at(self, lease: int) -> int:
+        """Return where an open lease was opened; 0 if none is open under this number."""
+        sequence, end = self.sequences.get(lease), self.ends.get(lease)
+        if sequence is not None:
+            return sequence.seq
+        return 0 if end is None else end.seq
+
+    def holdings(self, tier: str) -> Iterator[tuple[int, int, Iterable[PageRun]]]:
+        """Yield number, opening and pages of every open lease of a tier."""
+        for sequence in self.sequences.values():
+            if sequence.pages.name == tier:
+                yield sequence.id, sequence.seq, sequence.runs()
+        for number, end in self.ends.items():
+            if end.tier == tier:
+                yield number, end.seq, [*end.pages, *self.reserved.get(number, ())]
+
+    def is_held(self, transfer: TransferState) -> bool:
+        """Whether a transfer still holds one of its ends: it has not settled."""
+        plan = transfer.plan
+        return plan is not None and (
+            plan.source_lease in self.ends or plan.destination_lease in self.ends
+        )
+
+    def root_of(self, identity: str) -> int:
+        """Return the number of a cache identity; an empty one is the head's."""
+        return self.roots.setdefault(identity, len(self.roots)) if identity else 0

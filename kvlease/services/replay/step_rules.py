@@ -1,0 +1,215 @@
+"""Rules about steps: what they opened, wrote and published (R1 to R5).
+
+A ``step.done`` costs a few comparisons a row: everything about its openings was settled when the
+``step.read`` that it names was read, unless one of its leases depends on a transfer.
+"""
+
+from typing import final
+
+from attrs import define
+
+from kvlease.protocols.events import Opening, Row, StepDiscarded, StepDone, StepRead
+from kvlease.services.replay.opening_rules import OpeningRules
+from kvlease.services.replay.state import SequenceState, World
+
+
+@final
+@define
+class StallSum:
+    """Exposed stall of one layer by one tier."""
+
+    waits: int = 0
+    total_us: int = 0
+    longest_us: int = 0
+
+
+@final
+class StepRules:
+    """Follows ``step.*``; one method an event. ``stalls`` sums up by (layer, source tier)."""
+
+    def __init__(self, world: World, openings: OpeningRules) -> None:
+        """Share the world."""
+        self._world = world
+        self._openings = openings
+        self._findings = world.findings
+        self._sequences = world.sequences
+        self._waits = world.waits
+        self._blocking = world.blocking_steps
+        self._num_layers = world.head.num_layers
+        self._every_layer = world.head.every_layer
+        self._has_tails = world.head.has_tails
+        self.stalls: dict[tuple[int, str], StallSum] = {}
+
+    def read(self, event: StepRead) -> None:
+        """A step tells what it opened, and after which line each opening came."""
+        sequences, step, seq, num_layers = self._sequences, event.step, event.seq, self._num_layers
+        for opening in event.opens:
+            lease = sequences.get(opening.lease)
+            if lease is None:
+                self._unopened(opening.lease, step, seq)
+                continue
+            if opening.num_layers == num_layers and opening.layer == 0:
+                mask = self._every_layer
+                lease.whole = lease.read = step
+                lease.read_seq = seq
+            else:
+                mask = self._partly(lease, opening, step, seq)
+            if lease.depends is not None and mask:
+                self._openings.check(lease, mask, opening.after_seq, step, seq)
+                lease.last = seq
+        for stall in event.stalls:
+            self._stall(stall.transfer, stall.layer, stall.wait_us)
+        if self._waits:
+            self._waits.pop(step, None)
+
+    def _partly(self, lease: SequenceState, opening: Opening, step: int, seq: int) -> int:
+        """Some of the layers were opened; return them as a mask, once they are known to exist."""
+        first, count = opening.layer, opening.num_layers
+        if first < 0 or count < 1 or first + count > self._num_layers:
+            what = f"step {step} opened layers {first} to {first + count - 1} of {self._num_layers}"
+            self._findings.violate("R1", what, (seq,), lease=lease.id, step=step)
+            return 0
+        mask = ((1 << count) - 1) << first
+        if lease.read != step:
+            lease.mask, lease.read, lease.read_seq = 0, step, seq
+        lease.mask |= mask
+        if lease.mask == self._every_layer:
+            lease.whole = step
+        return mask
+
+    def _unopened(self, lease: int, step: int, seq: int) -> None:
+        if not self._world.is_lossy:
+            what = f"step {step} opened lease {lease}, which is not open"
+            self._findings.violate("R1", what, (seq,), lease=lease, step=step)
+
+    def _stall(self, transfer: int, layer: int, wait_us: int) -> None:
+        known = self._world.transfers.get(transfer)
+        tier = "unknown" if known is None else known.source_tier
+        total = self.stalls.setdefault((layer, tier), StallSum())
+        total.waits += 1
+        total.total_us += wait_us
+        total.longest_us = max(total.longest_us, wait_us)
+
+    def done(self, event: StepDone) -> None:
+        """A step's tokens are published and its rows are final."""
+        sequences, read = self._sequences, event.read
+        for row in event.rows:
+            lease = sequences.get(row.lease)
+            if lease is None:
+                self._unopened(row.lease, event.step, event.seq)
+                continue
+            if lease.whole != read:
+                self._unread(lease, event, row)
+            start = row.start
+            end = start + row.count
+            if start < lease.floor or end > lease.limit:
+                self._outside(lease, event, row)
+            if start <= lease.written < end:
+                lease.written = end
+            lease.published += row.published
+            if not lease.is_plain:
+                self._look(lease, event, row)
+        self._over(event.step)
+
+    def _look(self, lease: SequenceState, event: StepDone, row: Row) -> None:
+        """Take a row of a lease that begins, or that depends on transfers."""
+        if not lease.has_begun:
+            lease.has_begun = True
+            if row.start and lease.base and self._has_tails:
+                self._resumed(lease, event, row)
+        if lease.depends is not None:
+            self._depending(lease, event, row)
+        lease.is_plain = lease.depends is None
+
+    def discarded(self, event: StepDiscarded) -> None:
+        """A step published nothing."""
+        self._over(event.step)
+
+    def _over(self, step: int) -> None:
+        if self._blocking:
+            self._blocking.discard(step)
+        if self._waits:
+            self._waits.pop(step, None)
+
+    def _unread(self, lease: SequenceState, event: StepDone, row: Row) -> None:
+        if lease.read != event.read:
+            if self._world.is_lossy and not lease.read:
+                return
+            why = f"the latest step.read of its lease {lease.id} is of step {lease.read}"
+            why = why if lease.read else f"no step.read names its lease {lease.id}"
+            layer = None
+        else:
+            missing = self._every_layer & ~lease.mask
+            layer = (missing & -missing).bit_length() - 1
+            why = f"step.read of step {event.read} has no layer {layer} of its lease {lease.id}"
+        what = f"step {event.step} wrote rows of request {row.request}, and {why}"
+        self._findings.violate(
+            "R1", what, (lease.seq, lease.read_seq, event.seq), request=row.request,
+            lease=lease.id, step=event.step, layer=layer,
+        )  # fmt: skip
+
+    def _outside(self, lease: SequenceState, event: StepDone, row: Row) -> None:
+        """Rows outside the lease's own pages, or on those of them that are sealed."""
+        start, end, page_tokens = row.start, row.start + row.count, self._world.head.page_tokens
+        own = lease.base * page_tokens
+        what = f"step {event.step} wrote rows {start} to {end - 1} of lease {lease.id}"
+        since = lease.seq
+        if start < own or end > lease.limit:
+            rule, what = "R3", f"{what}, which reserved pages for {own} to {lease.limit - 1}"
+        else:
+            rule, what = "R4", f"{what}, whose pages are sealed up to {lease.floor}"
+            index = start // page_tokens - lease.base
+            since = lease.pages.since[lease.own[index]]
+        self._findings.violate(
+            rule, what, (since, event.seq), request=row.request, lease=lease.id, step=event.step
+        )
+
+    def _resumed(self, lease: SequenceState, event: StepDone, row: Row) -> None:
+        """The first step on a cached prefix: the tail at its end has to be there (R5)."""
+        tail = lease.tail
+        if tail is not None and tail.ended == "done":
+            return
+        why = "no load brought a tail for it" if tail is None else f"load {tail.id} is not done"
+        what = (
+            f"step {event.step} resumed request {row.request} at position {row.start} on a cached "
+            f"prefix, and {why}"
+        )
+        self._findings.violate(
+            "R5", what, (lease.seq, 0 if tail is None else tail.planned, event.seq),
+            request=row.request, lease=lease.id, step=event.step,
+            transfer=0 if tail is None else tail.id,
+        )  # fmt: skip
+
+    def _opened(self, lease: SequenceState, event: StepDone) -> int:
+        """Layers that the step named by ``read`` opened of a lease."""
+        return self._every_layer if lease.whole == event.read else lease.mask
+
+    def _depending(self, lease: SequenceState, event: StepDone, row: Row) -> None:
+        """Publishing needs every layer that was opened to be done (R2)."""
+        before, lease.last = lease.last, event.seq
+        depends = lease.depends
+        assert depends is not None
+        if event.read != event.step:
+            self._openings.check(lease, self._opened(lease, event), before, event.step, event.seq)
+        for transfer in [*depends]:
+            bundle = transfer.bundle
+            open_layers = 0 if bundle is None else bundle.layer_mask & ~transfer.done_mask
+            missing = open_layers & self._opened(lease, event)
+            if missing:
+                layer = (missing & -missing).bit_length() - 1
+                what = (
+                    f"step {event.step} published tokens of request {row.request} before layer "
+                    f"{layer} of transfer {transfer.id} was done"
+                )
+                self._findings.violate(
+                    "R2", what, (transfer.planned, lease.read_seq, transfer.end, event.seq),
+                    request=row.request, lease=lease.id, transfer=transfer.id, step=event.step,
+                    layer=layer,
+                )  # fmt: skip
+            is_landed = transfer.landing is None or not transfer.landing.left
+            if transfer.ended == "done" and is_landed and transfer.latest <= before:
+                depends.remove(transfer)
+                transfer.readers -= 1
+                self._openings.dismiss(transfer)
+        if not depends:
+            lease.depends = None

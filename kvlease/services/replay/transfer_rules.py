@@ -1,0 +1,358 @@
+"""Rules about transfers: both ends held, whole bundles, record before done (R2, R5, R6, R7, R8)."""
+
+import heapq
+from typing import final
+
+from kvlease.protocols.events import (
+    PageRun,
+    TransferDone,
+    TransferFail,
+    TransferLanded,
+    TransferLate,
+    TransferLayerDone,
+    TransferPlan,
+    TransferRecord,
+    TransferRevoke,
+)
+from kvlease.services.replay.opening_rules import OpeningRules, depend
+from kvlease.services.replay.page_rules import name_of
+from kvlease.services.replay.pages import UNKNOWN, Pages
+from kvlease.services.replay.state import Landing, TransferState, World
+
+NUM_SLOWEST = 10
+"""How many of the slowest transfers are told."""
+
+
+@final
+class TransferRules:
+    """Follows ``transfer.*``; one method an event.
+
+    ``slowest`` is a heap of (nanoseconds, number, transfer).
+    """
+
+    def __init__(self, world: World, openings: OpeningRules) -> None:
+        """Share the world."""
+        self._world = world
+        self._openings = openings
+        self._findings = world.findings
+        self._tiers = world.tiers
+        self._ends = world.ends
+        self._reserved = world.reserved
+        self._sequences = world.sequences
+        self._transfers = world.transfers
+        self._bundle = world.head.bundle
+        self._num_layers = world.head.num_layers
+        self.slowest: list[tuple[int, int, TransferState]] = []
+
+    def plan(self, event: TransferPlan) -> None:
+        """A movement is planned, with both its ends held (R7), of whole bundles (R5)."""
+        number, seq = event.transfer, event.seq
+        transfer = self._transfers.get(number)
+        if transfer is None:
+            transfer = self._transfers[number] = TransferState(number)
+        elif transfer.planned:
+            what = f"transfer {number} was planned twice"
+            self._findings.violate("R14", what, (transfer.planned, seq), transfer=number)
+        transfer.plan, transfer.planned = event, seq
+        transfer.recorded = [0] * self._num_layers
+        transfer.done = [0] * self._num_layers
+        self._end(event, event.source_lease, event.source, event.source_tier, "source")
+        self._end(
+            event, event.destination_lease, event.destination, event.destination_tier, "destination"
+        )
+        if event.source or event.destination:
+            transfer.num_pages = self._hand_on(event)
+        self._whole(event, transfer)
+        if event.reader:
+            self._tail(event, transfer)
+
+    def _end(
+        self, event: TransferPlan, number: int, runs: list[PageRun], tier: str, end: str
+    ) -> None:
+        """Check one end: an open lease of the right mode that holds the pages named (R7, R8)."""
+        lease = self._ends.get(number)
+        if runs:
+            pages = self._tiers[tier]
+            epochs, total = pages.epochs, pages.total
+            for first, count, epoch in runs:
+                if not (count == 1 and 0 <= first < total and epochs[first] == epoch) and (
+                    not pages.has(first, count)
+                    or epochs[first : first + count].count(epoch) != count
+                ):
+                    self._stale(event, pages, first, count, epoch)
+        if lease is None:
+            if not self._world.is_lossy:
+                self._not_held(event, number, f"its {end} lease {number} is not open", 0)
+            return
+        if (lease.mode == "shared") is not (end == "source"):
+            what = f"its {end} lease {number} is {lease.mode}"
+            self._not_held(event, number, what, lease.seq)
+        if runs and runs not in (lease.pages, self._reserved.get(number)):
+            held = {*_pages_of(lease.pages), *_pages_of(self._reserved.get(number, []))}
+            if not held.issuperset(_pages_of(runs)):
+                what = f"its {end} lease {number} does not hold all {end} pages"
+                self._not_held(event, number, what, lease.seq)
+
+    def _not_held(self, event: TransferPlan, lease: int, why: str, since: int) -> None:
+        what = f"transfer {event.transfer} was planned, and {why}"
+        self._findings.violate(
+            "R7", what, (since, event.seq), transfer=event.transfer, lease=lease,
+            request=event.request,
+        )  # fmt: skip
+
+    def _stale(self, event: TransferPlan, pages: Pages, first: int, count: int, epoch: int) -> None:
+        name = name_of(pages, first, count)
+        if pages.has(first, count):
+            known = {
+                pages.epochs[page]
+                for page in range(first, first + count)
+                if pages.state[page] != UNKNOWN and pages.epochs[page] != epoch
+            }
+            if not known:
+                return
+            what = f"under epoch {epoch}, and its epoch is {min(known)}"
+            since = pages.since[first]
+        else:
+            what, since = "and there is no such page", 0
+        self._findings.violate(
+            "R8", f"transfer {event.transfer} names {name} {what}", (since, event.seq),
+            transfer=event.transfer, request=event.request,
+        )  # fmt: skip
+
+    def _hand_on(self, event: TransferPlan) -> int:
+        """Pages keep their place and their identity when they move; returns how many move."""
+        source, target = self._tiers[event.source_tier], self._tiers[event.destination_tier]
+        if len(event.source) == len(event.destination) == 1:
+            (start, count, _), (to, same, _) = event.source[0], event.destination[0]
+            if count == same and target.has(to, count):
+                target.places[to : to + count] = source.places[start : start + count]
+                target.roots[to : to + count] = source.roots[start : start + count]
+                return count
+        places: list[int] = []
+        roots: list[int] = []
+        total = sum([count for _, count, _ in event.source])
+        for first, count, _ in event.source:
+            places += source.places[first : first + count]
+            roots += source.roots[first : first + count]
+        at = 0
+        for first, count, _ in event.destination:
+            if at + count <= len(places) and target.has(first, count):
+                target.places[first : first + count] = places[at : at + count]
+                target.roots[first : first + count] = roots[at : at + count]
+            at += count
+        if at != total:
+            what = f"transfer {event.transfer} moves {total} pages to {at}"
+            self._findings.violate("R7", what, (event.seq,), transfer=event.transfer)
+        return total
+
+    def _whole(self, event: TransferPlan, transfer: TransferState) -> None:
+        """Check that every component moves, with the bytes that the head's come to (R5)."""
+        bundle = self._bundle(transfer.num_pages > 0, event.tails > 0)
+        transfer.bundle = bundle
+        if self._world.keeps_landings:
+            transfer.landing = Landing(bundle.num_parts)
+        names = event.components
+        if names != bundle.names and sorted(names) != bundle.names:
+            missing, more = set(bundle.names) - set(names), set(names) - set(bundle.names)
+            what = f"transfer {event.transfer} leaves out {', '.join(sorted(missing))}"
+            if not missing:
+                what = (
+                    f"transfer {event.transfer} moves unknown {', '.join(sorted(more)) or 'twins'}"
+                )
+            component = min(missing, default=None)
+            self._findings.violate(
+                "R5", what, (event.seq,), transfer=event.transfer, request=event.request,
+                component=component,
+            )  # fmt: skip
+        first, count = event.layers
+        end = first + count
+        if first > bundle.first_layer or end < bundle.end_layer:
+            what = f"transfer {event.transfer} leaves out layers of its pages"
+            self._findings.violate("R5", what, (event.seq,), transfer=event.transfer)
+        nbytes = transfer.num_pages * bundle.all_spans + event.tails * bundle.all_tails
+        if event.nbytes != nbytes:
+            what = (
+                f"transfer {event.transfer} of {transfer.num_pages} pages and {event.tails} tails "
+                f"plans {event.nbytes} bytes, and the head's components come to {nbytes}"
+            )
+            self._findings.violate(
+                "R5", what, (event.seq,), transfer=event.transfer, request=event.request
+            )
+
+    def _tail(self, event: TransferPlan, transfer: TransferState) -> None:
+        lease = self._sequences.get(event.reader)
+        if lease is not None:
+            depend(lease, transfer, event.seq)
+            lease.tail = transfer
+        elif not self._world.is_lossy:
+            what = (
+                f"transfer {transfer.id} fills the state of lease {event.reader}, which is not open"
+            )
+            self._not_held(event, event.reader, what, 0)
+
+    def _known(self, number: int, seq: int, doing: str) -> TransferState | None:
+        transfer = self._transfers.get(number)
+        if transfer is not None and transfer.planned:
+            return transfer
+        if not self._world.is_lossy:
+            what = f"transfer {number} {doing}, and no plan of it is open"
+            self._findings.violate("R14", what, (seq,), transfer=number)
+        return None
+
+    def record(self, event: TransferRecord) -> None:
+        """Readers may be ordered behind these layers from now on."""
+        transfer = self._known(event.transfer, event.seq, "was recorded")
+        if transfer is None:
+            return
+        assert transfer.bundle is not None, "a planned transfer has one"
+        mask, recorded, seq = transfer.bundle.layer_mask, transfer.recorded, event.seq
+        first, count = event.layers
+        for layer in range(max(0, first), first + count):
+            if mask >> layer & 1 and (
+                not event.components or self._all(transfer, layer, event.components, "record")
+            ):
+                recorded[layer] = seq
+
+    def _all(self, transfer: TransferState, layer: int, names: list[str], what: str) -> bool:
+        """Whether a layer that is told in parts is complete now."""
+        if transfer.partial is None:
+            transfer.partial = {}
+        bundle = transfer.bundle
+        assert bundle is not None, "a planned transfer has one"
+        left = transfer.partial.setdefault((what, layer), set(bundle.layer_names[layer]))
+        left.difference_update(names)
+        return not left
+
+    def layer_done(self, event: TransferLayerDone) -> None:
+        """The bytes of these layers are true, the completion says."""
+        seq = event.seq
+        transfer = self._known(event.transfer, seq, "had layers done")
+        if transfer is None:
+            return
+        bundle = transfer.bundle
+        assert bundle is not None, "a planned transfer has one"
+        first, count = event.layers
+        planned, tails = 0, 0 if transfer.plan is None else transfer.plan.tails
+        for layer in range(max(0, first), first + count):
+            if not bundle.layer_mask >> layer & 1 or (
+                event.components and not self._all(transfer, layer, event.components, "done")
+            ):
+                continue
+            planned += transfer.num_pages * bundle.span_nbytes[layer]
+            planned += tails * bundle.tail_nbytes[layer]
+            transfer.done[layer] = transfer.latest = seq
+            transfer.done_mask |= 1 << layer
+            if not transfer.recorded[layer]:
+                self._unrecorded(transfer, layer, seq)
+        if event.nbytes < planned and not event.components:
+            self._short(transfer, first, event.nbytes, planned, seq)
+
+    def _unrecorded(self, transfer: TransferState, layer: int, seq: int) -> None:
+        what = f"layer {layer} of transfer {transfer.id} was done before it was recorded"
+        self._findings.violate(
+            "R2", what, (transfer.planned, seq), transfer=transfer.id, layer=layer,
+            request=transfer.request,
+        )  # fmt: skip
+
+    def _short(
+        self, transfer: TransferState, layer: int | None, nbytes: int, planned: int, seq: int
+    ) -> None:
+        where = "" if layer is None else f" of layer {layer}"
+        what = f"transfer {transfer.id} was done with {nbytes} bytes{where} of {planned} planned"
+        self._findings.violate(
+            "R5", what, (transfer.planned, seq), transfer=transfer.id, layer=layer,
+            request=transfer.request,
+        )  # fmt: skip
+
+    def done(self, event: TransferDone) -> None:
+        """Everything planned is true, the completion says."""
+        seq = event.seq
+        transfer = self._known(event.transfer, seq, "was done")
+        if transfer is None:
+            return
+        planned = 0 if transfer.plan is None else transfer.plan.nbytes
+        if event.nbytes < planned:
+            self._short(transfer, None, event.nbytes, planned, seq)
+        bundle = transfer.bundle
+        if bundle is not None and transfer.done_mask != bundle.layer_mask:
+            for layer in range(self._num_layers):
+                if bundle.layer_mask >> layer & 1 and not transfer.done[layer]:
+                    transfer.done[layer] = seq
+                    if not transfer.recorded[layer]:
+                        self._unrecorded(transfer, layer, seq)
+            transfer.done_mask = bundle.layer_mask
+        self._end_of(transfer, "done", seq, event.t_ns)
+
+    def fail(self, event: TransferFail) -> None:
+        """It ends without all its bytes."""
+        self._ended(event, "failed")
+
+    def revoke(self, event: TransferRevoke) -> None:
+        """It is called off."""
+        self._ended(event, "revoked")
+
+    def late(self, event: TransferLate) -> None:
+        """Its deadline passed."""
+        self._ended(event, "late")
+
+    def _ended(self, event: TransferFail | TransferRevoke | TransferLate, how: str) -> None:
+        transfer = self._known(event.transfer, event.seq, f"ended ({how})")
+        if transfer is not None:
+            self._end_of(transfer, how, event.seq, event.t_ns)
+
+    def _end_of(self, transfer: TransferState, how: str, seq: int, t_ns: int) -> None:
+        if transfer.ended:
+            what = f"transfer {transfer.id} ended twice: {transfer.ended}, {how}"
+            self._findings.violate("R14", what, (transfer.end, seq), transfer=transfer.id)
+            return
+        transfer.ended, transfer.end = how, seq
+        transfer.latest = seq
+        planned_ns = t_ns if transfer.plan is None else transfer.plan.t_ns
+        took = t_ns - planned_ns, transfer.id, transfer
+        if len(self.slowest) < NUM_SLOWEST:
+            heapq.heappush(self.slowest, took)
+        elif took > self.slowest[0]:
+            heapq.heapreplace(self.slowest, took)
+        self._openings.dismiss(transfer)
+
+    def landed(self, event: TransferLanded) -> None:
+        """The bytes are really there: not after their room was given back (R6)."""
+        world, seq, number = self._world, event.seq, event.transfer
+        if not world.has_landings:
+            self._first_landing()
+        transfer = self._transfers.get(number) or world.limbo.get(number)
+        if transfer is None or transfer.landing is None:
+            if not world.is_lossy:
+                what = f"bytes of transfer {number} landed, which is over and gave its pages back"
+                self._findings.violate(
+                    "R6", what, (seq,), transfer=number, layer=event.layer,
+                    component=event.component,
+                )  # fmt: skip
+            return
+        if transfer.closed:
+            what = f"bytes of transfer {number} landed after its destination was let go"
+            self._findings.violate(
+                "R6", what, (transfer.planned, transfer.closed, seq), transfer=number,
+                layer=event.layer, component=event.component, request=transfer.request,
+            )  # fmt: skip
+        part = event.layer, event.component
+        bundle, landing = transfer.bundle, transfer.landing
+        if bundle is None or not 0 <= event.layer < self._num_layers or part in landing.seqs:
+            return
+        landing.seqs[part] = transfer.latest = seq
+        landing.left -= event.component in bundle.layer_names[event.layer]
+        self._openings.landed(transfer, event.layer, event.component, seq)
+        if not landing.left:
+            world.limbo.pop(number, None)
+
+    def _first_landing(self) -> None:
+        """From now on it is known that this log tells when bytes land."""
+        world = self._world
+        world.has_landings = world.keeps_landings = True
+        for transfer in self._transfers.values():
+            if transfer.bundle is not None and transfer.landing is None:
+                transfer.landing = Landing(transfer.bundle.num_parts)
+
+
+def _pages_of(runs: list[PageRun]) -> list[int]:
+    return [page for first, count, _ in runs for page in range(first, first + count)]

@@ -1,0 +1,50 @@
+"""Each rule, with faults planted in a log that is valid without them, and their lines."""
+
+import pytest
+
+from kvlease.protocols import events as ev
+from kvlease.services.replay.checker import check
+from kvlease.services.replay.verdict import Verdict
+from tests.replay import plants_end, plants_use
+from tests.replay.build import place_of, renumbered, story
+from tests.replay.plant import Change, landings
+
+PLANTS = {**plants_use.PLANTS, **plants_end.PLANTS}
+
+
+def judged(plant: Change) -> tuple[list[ev.Event], Verdict]:
+    events = story().events
+    plant(events)
+    events = renumbered(events)
+    return events, check(events)
+
+
+def test_the_story_is_clean() -> None:
+    verdict = check(story().events)
+    assert (verdict.verdict, verdict.violations, verdict.cannot_tell) == ("clean", [], [])
+    assert verdict.early_reads is None, "this log does not tell when bytes land"
+
+
+def test_the_story_is_clean_with_honest_landings() -> None:
+    _, verdict = judged(landings(None))
+    assert (verdict.verdict, verdict.early_reads) == ("clean", 0)
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_fault_is_found_where_it_is(name: str) -> None:
+    plant = PLANTS[name]
+    events, verdict = judged(plant.change)
+    assert verdict.verdict == "violations"
+    assert set(verdict.violation_counts) == {plant.rule} | plant.also
+    lines = [place_of(events, kind, number) + 1 for kind, number in plant.shown_by]
+    found = [
+        (one.request, one.layer, one.component, one.lines)
+        for one in verdict.violations
+        if one.rule == plant.rule
+    ]
+    assert (plant.request, plant.layer, plant.component, lines) in found
+
+
+def test_every_rule_has_planted_faults() -> None:
+    rules = [plant.rule for plant in PLANTS.values()]
+    assert all(rules.count(f"R{number}") >= 2 for number in range(1, 13))
