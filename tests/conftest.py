@@ -1,9 +1,14 @@
 """What every test shares: hypothesis profiles, and one thread for torch's small products."""
 
 import os
+import random
+from typing import TYPE_CHECKING, Protocol
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from kvlease.services.lab.explore import ExploreResult, Scenario
 
 # Before torch is loaded: threads that wait for each other in every small product lose many times
 # their work on a busy machine, and a suite is small products.
@@ -33,3 +38,30 @@ def is_full(request: pytest.FixtureRequest) -> bool:
     """Whether the oracle goes to its longest prompts and the trace is run whole."""
     chosen: bool = request.config.getoption("--full")
     return chosen
+
+
+class ExploreSchedules(Protocol):
+    """What the fixture `explore_schedules` gives."""
+
+    def __call__(self, scenario: "Scenario", schedules: int = 75) -> "ExploreResult":
+        """Run a scenario under so many schedules, or fail with how to replay what was found."""
+        ...
+
+
+@pytest.fixture
+def explore_schedules(is_full: bool) -> ExploreSchedules:
+    """Explore a scenario: seeds that are always the same, and a few fresh ones; more with --full.
+
+    For plain functions, not for async ones: every schedule is a Trio run of its own.
+    """
+
+    def run(scenario: "Scenario", schedules: int = 75) -> "ExploreResult":
+        from kvlease.services.lab.explore import explore
+
+        fresh = random.SystemRandom().sample(range(1 << 20, 1 << 30), 4)
+        seeds = [*range(2500 if is_full else schedules), *fresh]
+        result = explore(scenario, seeds=seeds)
+        assert result.is_clean, "\n".join([*map(str, result.failures), *result.unsteady])
+        return result
+
+    return run
