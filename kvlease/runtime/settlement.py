@@ -47,6 +47,9 @@ class Settlement:
     def step_ended(self, ended: StepEnded) -> None:
         """Publish a verified step, or discard it and start its sequences over."""
         core, order = self._core, ended.order
+        if ended.tokens is None:
+            for seq in order.members:
+                self._notice_losses(seq)  # while the step still blocks the reuse of its pages
         core.steps[order.phase] = None
         order.is_settled = True
         core.counters.steps += 1
@@ -145,8 +148,6 @@ class Settlement:
         self._journal.step_discarded(order, error)
         for keep in order.keeps:
             core.pool.free_tail_slot(keep.tail_slot)
-        for seq in order.members:
-            self._notice_losses(seq)
         # A load that failed is nobody's own making, least of all that of those beside it.
         is_blameless = any(seq.require_held().is_lost for seq in order.members)
         for seq in order.members:
