@@ -80,12 +80,16 @@ def check_tree(tree: PrefixTree) -> Holdings:
 def _check_links(tree: PrefixTree, node: Node) -> None:
     """Hold what an edge says of its children against the children."""
     size, short = tree.page_bytes, tree.key_bytes
-    firsts = {child.tokens[:size] for child in node.children.values()}
-    _require(len(firsts) == len(node.children), "two children start with the same page")
+    shown = [child for key, child in node.children.items() if len(key) <= size]
+    firsts = {child.tokens[:size] for child in shown}
+    _require(len(firsts) == len(shown), "two children start with the same page")
     long_keys = 0
     for key, child in node.children.items():
         _require(child.parent is node and child.key == key, "a child is not linked both ways")
         long_keys += len(key) != short
+        if len(key) > size:
+            _require(not child.is_live, "a hidden child is live")
+            continue
         expected = child.tokens[:size] if len(key) != short else child.tokens[size - short : size]
         _require(key == expected, "a child is under a key that is not its first page's")
     _require(node.crowded == long_keys, f"{long_keys} long keys, counted as {node.crowded}")

@@ -5,6 +5,7 @@ The policy ranks; the edges say what may go; the tree lets it go.
 
 from kvlease.pools.prefix_node import CacheTier, Node, Released, evictable_pages
 from kvlease.pools.prefix_tree import PrefixTree
+from kvlease.pools.prefix_walk import edge_at
 
 
 def evict(tree: PrefixTree, tier: CacheTier, num_pages: int, *, copied_only: bool) -> Released:
@@ -67,11 +68,28 @@ def flush(tree: PrefixTree, identity: bytes | None) -> Released:
         if root is None:
             continue
         tree.flushed[root] = None
-        nodes = [root]
-        for node in nodes:
-            node.is_live = False
-            nodes.extend(node.children.values())
-        # Children before parents, so that empty parents follow at once.
-        for node in reversed(nodes):
-            tree.settle(node, released)
+        _let_go_below(tree, root, released)
     return released
+
+
+def condemn(tree: PrefixTree, node: Node, number: int) -> Released:
+    """Flush the page with this number on the path to `node`, and everything below it."""
+    released = Released()
+    top = edge_at(node, number + 1)
+    if top.is_live and top.parent is not None:
+        if top.start < number:
+            tree.split(top, number - top.start)
+        tree.hide(top)
+        _let_go_below(tree, top, released)
+    return released
+
+
+def _let_go_below(tree: PrefixTree, top: Node, released: Released) -> None:
+    """Make all from `top` down unreachable; what is pinned or in flight follows when it is not."""
+    nodes = [top]
+    for node in nodes:
+        node.is_live = False
+        nodes.extend(node.children.values())
+    # Children before parents, so that empty parents follow at once.
+    for node in reversed(nodes):
+        tree.settle(node, released)

@@ -13,7 +13,7 @@ from kvlease.errors import UsageError
 from kvlease.pools.eviction import EvictionOrder, LruOrder
 from kvlease.pools.eviction_s3fifo import S3FifoOrder
 from kvlease.pools.prefix_check import Holdings, check_tree
-from kvlease.pools.prefix_evict import evict, flush, next_unstored
+from kvlease.pools.prefix_evict import condemn, evict, flush, next_unstored
 from kvlease.pools.prefix_extend import extend
 from kvlease.pools.prefix_node import TIERS, CacheTier, Node, Pages, Released, Tail, no_pages
 from kvlease.pools.prefix_results import (
@@ -28,22 +28,6 @@ from kvlease.pools.prefix_resume import attach_tail, drop_tail, put_tail
 from kvlease.pools.prefix_transfers import attach, attach_match, end_flight, lose_flight
 from kvlease.pools.prefix_tree import PrefixTree
 from kvlease.pools.prefix_walk import cut_to_tail, edge_at, enter, path_to, walk
-
-__all__ = [
-    "Attached",
-    "CacheTier",
-    "Cursor",
-    "Extended",
-    "IndexStatistics",
-    "KeptTail",
-    "Match",
-    "Node",
-    "Pages",
-    "Policy",
-    "PrefixIndex",
-    "Released",
-    "Tail",
-]
 
 Policy: TypeAlias = Literal["lru", "s3fifo"]
 """Eviction policy of both tiers."""
@@ -365,6 +349,13 @@ class PrefixIndex:
         transfer. O(edges).
         """
         return flush(self._tree, identity)
+
+    def condemn(self, cursor: Cursor, number: int) -> Released:
+        """Flush one page of a cursor's path, by its number, and everything below it.
+
+        For a page whose bytes are wrong: nothing computed from it is right. As `clear` otherwise.
+        """
+        return condemn(self._tree, cursor.node, number)
 
     # Accounts
 

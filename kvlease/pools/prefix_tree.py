@@ -43,6 +43,7 @@ class PrefixTree:
     """
 
     __slots__ = (
+        "_num_hidden",
         "counts",
         "flights",
         "flushed",
@@ -65,6 +66,7 @@ class PrefixTree:
         self.flights: dict[object, list[EdgeCopy | TailCopy]] = {}
         self.tails = TailStore()
         self.num_nodes = 0
+        self._num_hidden = 0
 
     # Finding
 
@@ -145,6 +147,19 @@ class PrefixTree:
         move_tails(node, upper, num_pages)
         self.num_nodes += 1
         return upper
+
+    def hide(self, node: Node) -> None:
+        """Put an edge where no look-up finds it; it stays linked for those at work below it.
+
+        Look-ups use keys of `key_bytes` or of a page; a hidden one is longer, and of its own.
+        """
+        parent = node.parent
+        assert parent is not None, "a root is not among anybody's children"
+        del parent.children[node.key]
+        parent.crowded += len(node.key) == self.key_bytes
+        self._num_hidden += 1
+        node.key = node.tokens[: self.page_bytes] + self._num_hidden.to_bytes(8, "big")
+        parent.children[node.key] = node
 
     def join_path(self, bottom: Node) -> None:
         """Join single-child edges that are cached, pinned and used alike, from `bottom` up.
@@ -322,6 +337,7 @@ class PrefixTree:
             and upper.pins == lower.pins
             and upper.last_use == lower.last_use
             and upper.is_live
+            and lower.is_live
             and upper.is_settled
             and lower.is_settled
             and (upper.device.pages is None) == (lower.device.pages is None)

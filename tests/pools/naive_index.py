@@ -4,6 +4,8 @@ Every rule is written page by page and by full scan. Eviction is judged, not pre
 told which page went and says whether it was its turn.
 """
 
+import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvlease.pools.prefix_node import TIERS, CacheTier, Pages, Released
@@ -98,10 +100,12 @@ class NaiveIndex:
         self.needs_tail = needs_tail
         self.pages: dict[Key, NaivePage] = {}
         self.flushes: dict[bytes, int] = {}
+        self.condemned: list[bytes] = []
         self.clock = 0
 
     def is_live(self, key: Key) -> bool:
-        return key[1] == self.flushes.get(key[0], 0)
+        is_condemned = any(mark in key[2] for mark in self.condemned)
+        return key[1] == self.flushes.get(key[0], 0) and not is_condemned
 
     def path(self, key: Key) -> list[Key]:
         ends = range(self.size, len(key[2]) + 1, self.size)
@@ -242,6 +246,25 @@ class NaiveIndex:
     def flush(self, identity: bytes | None) -> Released:
         for name in list(self.flushes) if identity is None else [identity]:
             self.flushes[name] = self.flushes.get(name, 0) + 1
+        return self.settle()
+
+    def condemn(self, cursor: NaiveCursor, number: int, cursors: Iterable[NaiveCursor]) -> Released:
+        """Rename a page, and so all prefixes with it, to tokens that nobody asks for."""
+        start, end = number * self.size, (number + 1) * self.size
+        old = (*cursor.key[:2], cursor.key[2][:end])
+        if self.is_live(old):
+            name = struct.pack("I", len(self.condemned))
+            marked = b"condemned".ljust(self.size - len(name)) + name
+            self.condemned.append(marked)
+
+            def renamed(key: Key) -> Key:
+                if key[:2] != old[:2] or not key[2].startswith(old[2]):
+                    return key
+                return (*key[:2], key[2][:start] + marked + key[2][end:])
+
+            for one in {id(one): one for one in cursors}.values():
+                one.key = renamed(one.key)
+            self.pages = {renamed(key): page for key, page in self.pages.items()}
         return self.settle()
 
     def settle(self) -> Released:

@@ -7,8 +7,9 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvlease.pools.prefix_index import Cursor, Match, Policy, PrefixIndex
+from kvlease.pools.prefix_index import Policy, PrefixIndex
 from kvlease.pools.prefix_node import TIERS, CacheTier, Node, Pages, Released, Tail
+from kvlease.pools.prefix_results import Cursor, Match
 from tests.pools.naive_index import Key, NaiveCursor, NaiveIndex, NaiveMatch, NaivePage, NaiveTail
 
 PAGE_BYTES = 32
@@ -145,6 +146,11 @@ class Pair:
     def clear(self, identity: bytes | None) -> None:
         self.take_back(self.index.clear(identity), self.twin.flush(identity))
 
+    def condemn(self, sequence: Sequence, number: int, running: list[Sequence]) -> None:
+        cursors = [one.twin for one in running] + [one.twin_match.cursor for one in running]
+        expected = self.twin.condemn(sequence.twin, number, cursors)
+        self.take_back(self.index.condemn(sequence.cursor, number), expected)
+
     def evict(self, tier: CacheTier, count: int, *, can_drop: bool = True) -> int:
         if tier == "device":
             released = self.index.evict_device(count, can_drop=can_drop)
@@ -172,6 +178,8 @@ class Pair:
         found: list[tuple[Key, Node]] = []
         for key, node in todo:
             for child in node.children.values():
+                if not child.is_live:
+                    continue
                 entry = ((*key[:2], key[2] + child.tokens), child)
                 todo.append(entry)
                 found.append(entry)

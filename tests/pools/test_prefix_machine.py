@@ -96,6 +96,13 @@ class PrefixMachine(RuleBasedStateMachine):
         self.pair.rewind(sequence, pages % (sequence.cursor.num_pages + 1))
 
     @precondition(lambda self: self.sequences)
+    @rule(pick=PICK, number=st.integers(0, 11))
+    def condemn(self, pick: int, number: int) -> None:
+        sequence = self.pick(pick)
+        if pages := sequence.cursor.num_pages:
+            self.pair.condemn(sequence, number % pages, self.sequences)
+
+    @precondition(lambda self: self.sequences)
     @rule(pick=PICK, with_tail=st.booleans())
     def load(self, pick: int, with_tail: bool) -> None:
         sequence = self.pick(pick)
