@@ -89,6 +89,10 @@ class TransferFailed(OperatingError):
         self.reason = reason
 
 
+class PageMismatch(OperatingError):
+    """A page's bytes are not those that it was sealed with; nothing may be computed from them."""
+
+
 class DeadlineExceeded(OperatingError):
     """A wait with an owner and a name outlived its deadline."""
 

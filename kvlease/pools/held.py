@@ -8,6 +8,7 @@ from typing import Literal
 
 from attrs import define, field
 
+from kvlease.pools.audit import Trail
 from kvlease.pools.page_book import Reservation
 from kvlease.pools.prefix_node import Tail
 from kvlease.pools.prefix_results import Cursor, Match
@@ -99,7 +100,12 @@ class Held:
     unstored_tails: list[Tail] = field(factory=list[Tail])
     """Sealed pages and kept tails that no store has been planned for."""
 
+    trail: Trail | None = None
+    """Its part in the audit, where pages are audited."""
+    is_spoiled: bool = False
+    """Whether a page of its table was found changed."""
+
     @property
     def is_lost(self) -> bool:
-        """Whether a transfer that was filling its pages failed, so that it must start over."""
-        return any(arrival.is_lost for arrival in self.arrivals)
+        """Whether what its pages hold is not to be had, so that it must start over."""
+        return self.is_spoiled or any(arrival.is_lost for arrival in self.arrivals)

@@ -13,6 +13,7 @@ from attrs import frozen
 from kvlease.pools.page_book import Blocker, PageBook
 from kvlease.pools.prefix_node import CacheTier, Released
 from kvlease.pools.storage import RingStore, SpanStore, TailStore
+from kvlease.pools.sums import SumBook
 from kvlease.protocols.event_base import EventSink
 from kvlease.protocols.event_pages import PageEvict
 from kvlease.protocols.schema import Schema
@@ -53,6 +54,8 @@ class Memory:
         self.device_tail_slots = PageBook("device tails", sizes.device_tails)
         self.host_tail_slots = PageBook("host tails", sizes.host_tails)
         self.slots = PageBook("sequence slots", sizes.slots)
+        self.sums: SumBook | None = None
+        """What audited copies were summed to; they go when the index lets the copies go."""
         if poison:
             self.spans.poison_all()
             self.host_spans.poison_all()
@@ -83,6 +86,8 @@ class Memory:
 
     def take_back(self, released: Released, blockers: Iterable[Blocker] = ()) -> None:
         """Put what the index let go into quarantine, until the blockers have settled (R6)."""
+        if self.sums is not None:
+            self.sums.forget(released)
         waiting = tuple(blockers)
         self.device.release(released.device_pages, waiting)
         self.host.release(released.host_pages, waiting)

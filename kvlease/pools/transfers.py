@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Literal, final
 
 from kvlease.errors import PagesUnavailable
+from kvlease.pools.audit import tail_place
 from kvlease.pools.copies import (
     in_layer_order,
     index_tensor,
@@ -67,6 +68,8 @@ class Transfers:
         attached = self._index.attach_device(match, pages, planned) if pages else None
         assert attached is None or not attached.unused, "nobody loads between match and plan"
         memory.device.seal(pages)
+        if memory.sums is not None:
+            memory.sums.copied("host", zip(source, pages, strict=True))
         held.lease.pages[:] = match.pages
         orders: list[Iterator[CopyOrder]] = []
         if pages:
@@ -87,11 +90,8 @@ class Transfers:
         """Orders that bring the kept tail, from the nearest tier that has it, into the rings."""
         tail, memory = match.tail, self._memory
         assert tail is not None
-        if tail.device.slot is not None and tail.device.arrival is None:
-            kept = (memory.tails, tail.device.slot)
-        else:
-            assert tail.host.slot is not None, "a usable tail has arrived on some tier"
-            kept = (memory.host_tails, tail.host.slot)
+        tier, tail_slot = tail_place(tail)
+        kept = (memory.tails if tier == "device" else memory.host_tails, tail_slot)
         boundary = match.num_pages * memory.schema.page_tokens
         rings = (memory.rings, slot)
         return resume_orders(memory.schema, planned.id, "load", kept, rings, boundary)
@@ -106,11 +106,16 @@ class Transfers:
         """
         if not self._memory.sizes.host_pages:
             return None
-        nodes = self._index.plan_store(held.cursor, min_hits)
+        nodes = self._unstored(held, min_hits)
         self._host_room(sum(node.num_pages for node in nodes))
         # Making room may have cut or joined edges around these, so they are named anew.
-        nodes = self._index.plan_store(held.cursor, min_hits)
+        nodes = self._unstored(held, min_hits)
         return self._store(nodes, (held.cursor,), tails, request)
+
+    def _unstored(self, held: Held, min_hits: int) -> list[Node]:
+        """List what of a sequence's path the host lacks and new requests can still reach."""
+        nodes = self._index.plan_store(held.cursor, min_hits)
+        return [node for node in nodes if node.is_live]
 
     def plan_write_back(self, num_pages: int) -> PlannedTransfer | None:
         """Plan the copy to the host of pages that would be evicted next and are nowhere else.
@@ -144,6 +149,8 @@ class Transfers:
         if pages:
             self._index.attach_host(nodes, pages, planned)
             memory.host.seal(pages)
+            if memory.sums is not None:
+                memory.sums.copied("device", zip(source, pages, strict=True))
         orders: list[Iterator[CopyOrder]] = []
         if source:
             ends = (index_tensor(source), index_tensor(pages))
@@ -175,6 +182,8 @@ class Transfers:
         for tail, slot in zip(chosen, target, strict=True):
             self._index.attach_tail_host(tail, slot, planned)
             self._index.pin_tail(tail)
+        if memory.sums is not None:
+            memory.sums.tails_copied("device", zip(source, target, strict=True))
         planned.tails = tuple(chosen)
         stores = (memory.tails, memory.host_tails)
         ends = (index_tensor(source), index_tensor(target))

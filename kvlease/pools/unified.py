@@ -11,13 +11,14 @@ from typing import final
 
 from kvlease.errors import LedgerImbalance
 from kvlease.pools import accounts
+from kvlease.pools.audit import Audit
 from kvlease.pools.copies import index_tensor, keep_tails
 from kvlease.pools.held import Held, PlannedTransfer, Reader
 from kvlease.pools.memory import Memory, PoolSizes
 from kvlease.pools.page_book import Blocker, Ledger
 from kvlease.pools.prefix_index import PrefixIndex
 from kvlease.pools.prefix_node import Tail
-from kvlease.pools.prefix_results import Match
+from kvlease.pools.prefix_results import Cursor, Match
 from kvlease.pools.step_views import SharedSource, StepSource, StepTables
 from kvlease.pools.transfers import Transfers
 from kvlease.protocols.config import Eviction
@@ -50,12 +51,18 @@ class UnifiedPool:
         eviction: Eviction = "lru",
         poison: bool = False,
         observer: GateObserver | None = None,
+        audit_rate: float = 0.0,
     ) -> None:
         """Allocate all memory at once; nothing is allocated later."""
         self.schema = schema
         self.memory = Memory(schema, sizes, sink, poison=poison)
         self.index = PrefixIndex(schema.page_tokens * 4, schema.needs_tail, eviction)
         self.transfers = Transfers(self.memory, self.index, sink, self._lease_id)
+        self.audit: Audit | None = None
+        if audit_rate:
+            stores = self.memory.spans, self.memory.rings, self.memory.tails
+            self.audit = Audit(schema, *stores, audit_rate)
+            self.memory.sums = self.audit.book
         self.spares_last_copies = False
         self.unstored_pages = 0
         self._sink = sink
@@ -264,6 +271,9 @@ class UnifiedPool:
         gone = set(taken)
         held.owned = array("i", (page for page in held.owned if page not in gone))
         held.lease.sealed = num_pages
+        if self.audit is not None and held.trail is not None:
+            for number, page in enumerate(pages, first):
+                self.audit.sealed(held.trail, number, page, taken=page in gone)
         if self._sink.audit and taken:
             runs = self.memory.device.runs(taken)
             start = first * self.schema.page_tokens
@@ -296,6 +306,8 @@ class UnifiedPool:
         kept = self.index.put_tail(held.cursor, page, slot)
         if kept.unused is not None:
             slots.release(array("i", [kept.unused]))
+        if self.audit is not None and held.trail is not None:
+            self.audit.tail_shown(held.trail, boundary, slot, kept.unused)
         old = held.rolling_tail
         if old is not None and old is not kept.tail and old.node is not None and not old.is_busy:
             self.memory.take_back(self.index.drop_tail(old))
@@ -347,6 +359,10 @@ class UnifiedPool:
     def flush(self) -> None:
         """Forget everything cached; what is pinned or in flight follows when its holders end."""
         self.memory.take_back(self.index.clear())
+
+    def condemn(self, cursor: Cursor, number: int) -> None:
+        """Drop a page of a cursor's path and all that follows it from both tiers; as `flush`."""
+        self.memory.take_back(self.index.condemn(cursor, number))
 
     def say_ledger(self) -> None:
         """Write both tiers' own counts into the log, to be held against it (R11)."""

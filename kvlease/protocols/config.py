@@ -32,7 +32,8 @@ class EngineConfig:
     ``host_pages`` 0 switches the host tier off; ``prefix_cache`` False gives every request a cold
     run; ``digests`` hashes each sampled row of logits; ``log_prompts`` writes prompts into the
     event log, so that it can be run again; ``poison`` fills unwritten memory with NaN bytes, for
-    tests. Raises ConfigError.
+    tests; ``audit_rate`` is the share of cached pages that are summed when they seal and compared
+    when they are read, 0 to 1. Raises ConfigError.
     """
 
     device: Device = "cpu"
@@ -61,6 +62,7 @@ class EngineConfig:
     load_or_recompute: bool = True
     tenant_salt: bytes = b""
     poison: bool = False
+    audit_rate: float = 0.0
 
     def __attrs_post_init__(self) -> None:
         """Refuse values that cannot work, naming the field."""
@@ -78,6 +80,8 @@ class EngineConfig:
             optional: int | None = getattr(self, name)
             if optional is not None and optional < 1:
                 raise ConfigError(f"{name} is {optional}; give a number of 1 or more")
+        if not 0 <= self.audit_rate <= 1:
+            raise ConfigError(f"audit_rate is {self.audit_rate}; give a share from 0 to 1")
         for name in ("load_timeout_s", "request_timeout_s"):
             seconds: float = getattr(self, name)
             if not 0 < seconds <= MAX_TIMEOUT_S:

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from kvlease.protocols.event_base import Event, Opening, PageRun, Tier
+from kvlease.protocols.event_base import Event, NormalEvent, Opening, PageRun, Tier
 
 
 class PageReserve(Event, tag="page.reserve", kw_only=True, gc=False):
@@ -51,6 +51,20 @@ class PageFree(Event, tag="page.free", kw_only=True, gc=False):
 
     pages: list[PageRun]
     tier: Tier = "device"
+
+
+class PageMismatch(NormalEvent, tag="page.mismatch", kw_only=True, gc=False):
+    """A sampled page was found changed before a step read it: it and what follows it are dropped.
+
+    Found on ``tier``, whatever it had been copied from; both tiers' copies go. ``component`` is
+    ``key`` where a page stood under another prefix's tokens. A kept tail counts as its page's.
+    """
+
+    pages: list[PageRun]
+    layer: int
+    component: str
+    tier: Tier = "device"
+    request: int = 0
 
 
 class PageLedger(Event, tag="page.ledger", kw_only=True, gc=False):

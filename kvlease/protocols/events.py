@@ -38,6 +38,7 @@ from kvlease.protocols.event_pages import (
     PageEvict,
     PageFree,
     PageLedger,
+    PageMismatch,
     PageQuarantine,
     PageReserve,
     PageSeal,
@@ -82,6 +83,7 @@ __all__ = [
     "PageEvict",
     "PageFree",
     "PageLedger",
+    "PageMismatch",
     "PageQuarantine",
     "PageReserve",
     "PageRun",
@@ -288,7 +290,7 @@ class ActorRestart(NormalEvent, tag="actor.restart", kw_only=True, gc=False):
 AnyEvent: TypeAlias = (
     LogOpen | LogGap | LogClose
     | RequestSubmitted | RequestAdmitted | RequestPreempted | RequestFinished | RequestFailed
-    | PageReserve | PageSeal | PageEvict | PageQuarantine | PageFree | PageLedger
+    | PageReserve | PageSeal | PageEvict | PageQuarantine | PageFree | PageLedger | PageMismatch
     | LeaseOpen | LeaseWait | LeaseClose | LeaseMove
     | TransferPlan | TransferRecord | TransferLanded | TransferLayerDone | TransferDone
     | TransferFail | TransferRevoke | TransferLate

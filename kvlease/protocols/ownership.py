@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar, final
 
 from kvlease.errors import LeaseMoved
+from kvlease.protocols.checks import CheckedReadiness, PageCheck
 from kvlease.protocols.ports import Completion, Stream
 from kvlease.protocols.readiness import GateObserver, Openings, PendingTransfer, Readiness
 from kvlease.protocols.schema import Layer, ViewSource
@@ -187,9 +188,10 @@ class SequenceLease:
     ``pages`` is the page table in order. Pages below ``sealed`` are shared and never written; the
     rest belongs to this sequence alone, as do the rings of its state ``slot``. ``pending`` are the
     transfers still filling any of it. ``committed`` counts the tokens whose rows are final.
+    ``checks`` are taken by its first step, which makes them before it reads.
     """
 
-    __slots__ = ("cell", "committed", "id", "pages", "pending", "sealed", "slot")
+    __slots__ = ("cell", "checks", "committed", "id", "pages", "pending", "sealed", "slot")
 
     def __init__(self, lease_id: LeaseId, pages: array[int], sealed: int, slot: int) -> None:
         """Takes the page table; called by pools only."""
@@ -198,6 +200,7 @@ class SequenceLease:
         self.sealed = sealed
         self.slot = slot
         self.pending: list[PendingTransfer] = []
+        self.checks: tuple[PageCheck, ...] = ()
         self.committed = 0
         self.cell = EpochCell()
 
@@ -223,7 +226,7 @@ class StepLease:
     """
 
     __slots__ = (
-        "_grantor", "_readiness", "_was_ready", "cell", "id", "members", "openings", "tables",
+        "_grantor", "_readiness", "cell", "checks", "id", "members", "openings", "tables",
     )  # fmt: skip
 
     def __init__(
@@ -245,13 +248,20 @@ class StepLease:
         self.cell = EpochCell()
         self._grantor = grantor
         pending = ((member.id, transfer) for member in members for transfer in member.pending)
-        self._readiness = Readiness(num_layers, pending, observer, step)
-        self._was_ready = self._readiness.ready_through >= num_layers
+        self.checks = tuple(check for member in members for check in member.checks)
+        if self.checks:
+            self._readiness: Readiness = CheckedReadiness(
+                num_layers, pending, self.checks, observer, step
+            )
+            for member in members:
+                member.checks = ()
+        else:
+            self._readiness = Readiness(num_layers, pending, observer, step)
 
     @property
     def was_ready(self) -> bool:
         """Whether nothing was still filling its members' pages when the step was leased."""
-        return self._was_ready
+        return not self._readiness.pending
 
     @property
     def pending(self) -> Iterable[PendingTransfer]:

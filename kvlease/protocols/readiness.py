@@ -5,7 +5,7 @@ Leases ask this module before they open anything; it knows no page and no memory
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol, final
 
 from kvlease.errors import NotReady
@@ -41,7 +41,6 @@ class GateObserver(Protocol):
         ...
 
 
-@final
 class Readiness:
     """Which layers of a set of pages can be read, given the transfers still filling them.
 
@@ -71,7 +70,7 @@ class Readiness:
         self.ready_through = 0 if self._pending else num_layers
 
     @property
-    def pending(self) -> Iterable[PendingTransfer]:
+    def pending(self) -> Collection[PendingTransfer]:
         """The transfers that were filling the pages when this was made."""
         return self._pending.keys()
 

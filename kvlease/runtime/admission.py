@@ -79,6 +79,8 @@ class Admission:
             core.pool.drop(match)
             return Verdict.FULL
         seq.pages_short = 0
+        if core.pool.audit is not None:
+            held.trail = core.pool.audit.begin(held.lease, match, core.root, tokens)
         self._start(seq, held, match, choice)
         return Verdict.ADMITTED
 

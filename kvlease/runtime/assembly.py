@@ -211,6 +211,7 @@ async def assemble(
         eviction=config.eviction,
         poison=config.poison,
         observer=GateJournal(sink, counters),
+        audit_rate=config.audit_rate if config.prefix_cache else 0.0,
     )
     pool.spares_last_copies = config.write_policy == "back" and config.host_pages > 0
     core = EngineCore(

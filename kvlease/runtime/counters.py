@@ -36,6 +36,8 @@ class Counters:
     gate_waits: int = 0
     gate_wait_s: float = 0.0
     recompute_choices: int = 0
+    audited_pages: int = 0
+    audit_mismatches: int = 0
     actor_restarts: int = 0
 
 

@@ -65,6 +65,8 @@ class StepOrder:
     started_s: float
     is_settled: bool = False
     """Whether its device work has ended; until then it blocks the reuse of pages it may read."""
+    is_spoiled: bool = False
+    """Whether a page that it reads was found changed meanwhile: it must publish nothing."""
 
     @property
     def kind(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import final
 
-from kvlease.errors import KVLeaseError, PagesUnavailable, RequestFailed
+from kvlease.errors import KVLeaseError, PageMismatch, PagesUnavailable, RequestFailed
 from kvlease.pools.held import PlannedTransfer
 from kvlease.protocols.events import RequestPreempted
 from kvlease.protocols.ports import CompletionState, SampledToken
@@ -18,6 +18,7 @@ from kvlease.runtime.core import EngineCore
 from kvlease.runtime.endings import end_request
 from kvlease.runtime.journal import StepJournal
 from kvlease.runtime.messages import KeepTail, StepEnded, StepOrder
+from kvlease.runtime.mismatches import drop_mismatches
 from kvlease.runtime.request import TokenEvent
 from kvlease.runtime.sequence import Phase, Sequence
 from kvlease.runtime.transfer import Transfer
@@ -57,6 +58,10 @@ class Settlement:
             core.pool.say_ledger()
         for seq in order.members:
             seq.in_step = False
+        if order.is_spoiled and ended.tokens is not None:
+            ended = StepEnded(order, None, PageMismatch("a page that it read was found changed"))
+        for check in order.lease.checks:
+            core.counters.audited_pages += check.num_pages
         if ended.tokens is None:
             self._discard(order, ended.error)
             return
@@ -148,10 +153,13 @@ class Settlement:
         self._journal.step_discarded(order, error)
         for keep in order.keeps:
             core.pool.free_tail_slot(keep.tail_slot)
-        # A load that failed is nobody's own making, least of all that of those beside it.
+        for reader in drop_mismatches(core, order):
+            self.restart(reader, "page_mismatch")
+        # A load that failed or a page that changed is nobody's own making, least of all that of
+        # those beside it.
         is_blameless = any(seq.require_held().is_lost for seq in order.members)
         for seq in order.members:
-            lost = seq.require_held().is_lost
+            held = seq.require_held()
             seq.num_restarts += not is_blameless
             if seq.ending is not None:
                 self.retire(seq)
@@ -160,7 +168,8 @@ class Settlement:
                 seq.ending, seq.error = "failed", RequestFailed(f"{message}: {error}")
                 self.retire(seq)
             else:
-                self.restart(seq, "load_failed" if lost else "step_failed")
+                reason = "load_failed" if held.is_lost else "step_failed"
+                self.restart(seq, "page_mismatch" if held.is_spoiled else reason)
 
     # -- transfers -----------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import final
 import trio
 
 from kvlease.errors import InternalError, TransferFailed, UsageError
+from kvlease.pools.audit import Audit
 from kvlease.pools.unified import UnifiedPool
 from kvlease.protocols.ports import ModelRunner, SampledToken, Stream
 from kvlease.runtime.actor import Actor, Inbox
@@ -71,7 +72,31 @@ class StepWorker(Actor[StepOrder]):
             scope.launch(partial(self._pool.keep_tails, keeps))
         await scope.record().wait_done()
         await order.lease.verify()
-        return tuple(tuple(drawn) for drawn in result.tokens())
+        tokens = tuple(tuple(drawn) for drawn in result.tokens())
+        if self._pool.audit is not None:
+            await self._take_sums(order, tokens, self._pool.audit, scope)
+        return tokens
+
+    async def _take_sums(
+        self, order: StepOrder, tokens: Tokens, audit: Audit, scope: Stream
+    ) -> None:
+        """Sum the sampled pages that the step has completed, while it still holds them.
+
+        Which pages are sampled is known by their tokens, and so only now.
+        """
+        keeps = {keep.member: (keep.boundary, keep.tail_slot) for keep in order.keeps}
+        is_launched = False
+        for member, (seq, drawn) in enumerate(zip(order.members, tokens, strict=True)):
+            held = seq.require_held()
+            assert held.trail is not None, "admission begins a trail where pages are audited"
+            computed = seq.tokens[: seq.num_computed + len(order.inputs.sequences[member].tokens)]
+            computed.extend(one.token for one in drawn[:-1])
+            work = audit.after_step(held.trail, held.lease, computed, keeps.get(member))
+            if work is not None:
+                scope.launch(work)
+                is_launched = True
+        if is_launched:
+            await scope.record().wait_done()
 
     async def _discard(self, order: StepOrder, scope: Stream, error: Exception | None) -> None:
         """Report a step that publishes nothing, once its launched work has really ended."""

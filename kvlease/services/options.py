@@ -42,6 +42,7 @@ class CommonOptions:
     sessions: int
     seed: int
     exact: bool | None
+    audit_rate: float
     log: str | None
     log_level: Level
     json: str | None
@@ -86,6 +87,7 @@ class CommonOptions:
             seed=self.seed,
             compute=compute,
             digests=verify,
+            audit_rate=self.audit_rate,
         )
 
 
@@ -191,6 +193,15 @@ def add_common(parser: argparse.ArgumentParser, *, sessions: int) -> None:
         default=sessions,
         help="how many are served at the same time (default: %(default)s)",
     )
+    about_run.add_argument(
+        "--audit-rate",
+        type=float,
+        metavar="R",
+        default=_DEFAULTS.audit_rate,
+        help="share of cached pages, 0 to 1, whose bytes are summed when full and compared "
+        "before a request reads them; a page that changed is named and computed again "
+        "(default: %(default)s)",
+    )
     about_run.add_argument("--log", metavar="FILE", help="write the event log as JSON lines")
     about_run.add_argument(
         "--log-level",
@@ -280,6 +291,7 @@ def common_of(space: argparse.Namespace) -> CommonOptions:
         sessions=space.sessions,
         seed=space.seed,
         exact=space.exact,
+        audit_rate=space.audit_rate,
         log=space.log,
         log_level=level or ("off" if space.log is None else "audit"),
         json=space.json,

@@ -47,6 +47,7 @@ class RunReport(msgspec.Struct, frozen=True):
         recomputed_tokens: work done again, outside those buckets.
         gate_waits, gate_wait_ms: how often and how long compute really waited for a layer.
         ttft_ms: request to first token; tpot_ms: time per further token, per request.
+        audited_pages, audit_mismatches: pages compared with their sums, and those found changed.
         ledger_ok: whether every pool's pages added up at the end, with none left leased.
     """
 
@@ -72,6 +73,8 @@ class RunReport(msgspec.Struct, frozen=True):
     device_pages: int
     host_pages: int
     ledger_ok: bool
+    audited_pages: int = 0
+    audit_mismatches: int = 0
 
     @property
     def is_clean(self) -> bool:
@@ -140,6 +143,7 @@ def rows_of(report: RunReport) -> Iterator[tuple[str, str]]:
     rate = r.output_tokens / r.wall_s if r.wall_s > 0 else 0.0
     yield "output tokens", f"{r.output_tokens:,} in {r.wall_s:.1f} s ({rate:,.0f} a second)"
     yield "pages, device and host", f"{r.device_pages:,}, {r.host_pages:,}"
+    yield "pages audited, found changed", f"{r.audited_pages:,}, {r.audit_mismatches:,}"
     yield "ledger", "adds up" if r.ledger_ok else "does NOT add up"
 
 

@@ -137,6 +137,8 @@ def _report(
         device_pages=statistics.device.total,
         host_pages=statistics.host.total,
         ledger_ok=statistics.ledger_ok,
+        audited_pages=counters.audited_pages,
+        audit_mismatches=counters.audit_mismatches,
     )
 
 

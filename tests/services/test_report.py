@@ -59,7 +59,7 @@ def test_the_keys_are_the_contract(tmp_path: Path) -> None:
         "sessions turns corrupt_turns hung_sessions failed_turns transfer_timeouts "
         "tool_call_errors prompt_tokens output_tokens hit_tokens computed_tokens "
         "recomputed_tokens restored_bytes stored_bytes gate_waits gate_wait_ms ttft_ms tpot_ms "
-        "wall_s device_pages host_pages ledger_ok"
+        "wall_s device_pages host_pages ledger_ok audited_pages audit_mismatches"
     )
     assert list(found) == names.split()
     assert found["hit_tokens"] == {"device": 500, "host": 250, "storage": 0, "remote": 0}

@@ -60,6 +60,18 @@ def test_a_verified_run_restores_and_ends_clean(
     assert len(finished) == 10
 
 
+def test_an_audited_run_says_what_it_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "report.json"
+    assert cli.main(f"run {PRESSED} --audit-rate 1 --json {report}".split()) == 0
+    found = json.loads(report.read_text())
+    assert found["audited_pages"] > 10
+    assert found["audit_mismatches"] == 0
+    said = f"pages audited, found changed: {found['audited_pages']}, 0"
+    assert said in capsys.readouterr().out
+
+
 class FlippingCopier:
     """Copies honestly, and flips the sign of one restored page behind the runtime's back."""
 
@@ -80,26 +92,35 @@ class FlippingCopier:
         self.flipped = True
         return nbytes
 
+    @asynccontextmanager
+    async def open(
+        self, model: str | None, config: EngineConfig, *, log: EventLog | None
+    ) -> AsyncIterator[Engine]:
+        async with open_engine(model, config, log=log, ports=EnginePorts(self)) as engine:
+            self.engine = engine
+            yield engine
+
 
 async def test_a_flipped_page_is_found_and_the_turn_is_named() -> None:
     """The verification is worth nothing if it passes a run whose pages were spoiled."""
     copier = FlippingCopier()
-
-    @asynccontextmanager
-    async def spoiled(
-        model: str | None, config: EngineConfig, *, log: EventLog | None
-    ) -> AsyncIterator[Engine]:
-        async with open_engine(model, config, log=log, ports=EnginePorts(copier)) as engine:
-            copier.engine = engine
-            yield engine
-
-    outcome = await outcome_of(f"run --verify {PRESSED}", spoiled)
+    outcome = await outcome_of(f"run --verify {PRESSED}", copier.open)
     assert copier.flipped
     assert outcome.report.corrupt_turns
     assert not outcome.report.is_clean
     named = [c for c in outcome.complaints if c.startswith("corrupt: session ")]
     assert len(named) == outcome.report.corrupt_turns
     assert all(", turn " in c and "cold run" in c for c in named)
+
+
+async def test_an_audited_run_gives_right_answers_on_spoiled_pages() -> None:
+    """The same spoiled run as above: the page is found, and every turn is the cold one."""
+    copier = FlippingCopier()
+    outcome = await outcome_of(f"run --verify --audit-rate 1 {PRESSED}", copier.open)
+    assert copier.flipped
+    assert outcome.report.corrupt_turns == 0
+    assert outcome.report.is_clean
+    assert outcome.report.audit_mismatches >= 1
 
 
 async def outcome_of(line: str, opener: EngineOpener = open_engine) -> RunOutcome:
@@ -149,6 +170,7 @@ def test_too_long_a_line_is_named_before_anything_is_served(
         (["generate", "--text", "a", "--page-tokens", "48"], "page_tokens 48 is not a multiple of"),
         (["generate", "--text", "a", "--device-pages", "1", "--max-tokens", "64"], "device_pages"),
         (["run", "--device-pages", "9"], "session 1 reaches"),
+        (["run", "--audit-rate", "2"], "audit_rate is 2.0; give a share from 0 to 1"),
         (["generate", "--text", "a", "--device", "cuda"], "cuda"),
     ],
 )
