@@ -69,6 +69,19 @@ def _check_writable(path: str | None) -> None:
         raise BadInput(f"cannot write {path}: the folder is read-only")
 
 
+def _check_apart(options: ReplayOptions) -> None:
+    """Refuse files that could not be written, or that would take the place of another."""
+    taken = {"LOG": options.log}
+    written = {"--json": options.json, "--html": options.html, "--perfetto": options.perfetto}
+    for flag, path in written.items():
+        _check_writable(path)
+        for other, name in taken.items():
+            if path is not None and Path(path).absolute() == Path(name).absolute():
+                raise BadInput(f"{other} and {flag} both name {path}; give each a file of its own")
+        if path is not None:
+            taken[flag] = path
+
+
 def _check(options: RunOptions | GenerateOptions) -> None:
     """Refuse what can be refused before anything is opened."""
     common = options.common
@@ -201,7 +214,7 @@ def _dispatch(argv: Sequence[str] | None) -> int:
             _settle_threads(options.common)
             return _generate(options)
         case ReplayOptions():
-            _check_writable(options.json)
+            _check_apart(options)
             return _replay(options)
         case DoctorOptions():
             _check_writable(options.json)

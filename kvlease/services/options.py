@@ -134,6 +134,8 @@ class ReplayOptions:
 
     log: str
     json: str | None
+    html: str | None
+    perfetto: str | None
 
 
 @frozen

@@ -63,6 +63,7 @@ _REPLAY_EXAMPLES = """\
 examples:
   kvlease run --sessions 16 --log run.kvlog && kvlease replay run.kvlog
   kvlease replay run.kvlog.gz --json verdict.json
+  kvlease replay run.kvlog --html run.html    what happened when, in a browser
   zcat old.kvlog.gz | kvlease replay -
 """
 
@@ -99,7 +100,7 @@ def _generate_options(space: argparse.Namespace) -> GenerateOptions:
 
 
 def _replay_options(space: argparse.Namespace) -> ReplayOptions:
-    return ReplayOptions(log=space.LOG, json=space.json)
+    return ReplayOptions(log=space.LOG, json=space.json, html=space.html, perfetto=space.perfetto)
 
 
 def _doctor_options(space: argparse.Namespace) -> DoctorOptions:
@@ -185,6 +186,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     replay.add_argument("LOG", help="the event log, plain or gzip; - for standard input")
     add_json(replay)
+    replay.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write one page with the findings and a timeline to look into; it needs no network",
+    )
+    replay.add_argument(
+        "--perfetto", metavar="FILE", help="write a trace that ui.perfetto.dev opens"
+    )
     replay.set_defaults(options=_replay_options)
     doctor = commands.add_parser(
         "doctor",
