@@ -4,7 +4,14 @@ from typing import final
 
 import msgspec
 
-from kvlease.protocols.events import LeaseClose, LeaseMove, LeaseOpen, LeaseWait, PageRun
+from kvlease.protocols.events import (
+    LeaseClose,
+    LeaseMove,
+    LeaseOpen,
+    LeaseWait,
+    PageRun,
+    TransferPlan,
+)
 from kvlease.services.replay.opening_rules import OpeningRules, depend
 from kvlease.services.replay.page_rules import name_of
 from kvlease.services.replay.pages import HELD, SEALED, STATE_NAMES, UNKNOWN, Pages
@@ -30,9 +37,9 @@ class LeaseRules:
     def open(self, event: LeaseOpen) -> None:
         """A right to pages begins: to sealed ones, or to ones that a transfer is filling."""
         number, runs, lease = event.lease, event.pages, None
-        pages = self._tiers[event.tier]
         if number in self._ends or number in self._sequences:
             self._twice(event)
+        pages = self._tiers[event.tier]
         if event.transfer:
             self._ends[number] = event
             if not runs:
@@ -197,8 +204,8 @@ class LeaseRules:
             if reserved:
                 down(reserved)
             transfer = self._transfers.get(end.transfer)
-            if transfer is not None:
-                self._let_go(number, end.seq, transfer, event.seq)
+            if transfer is not None and transfer.plan is not None:
+                self._let_go(end, transfer, transfer.plan, event.seq)
             return
         lease = self._sequences.pop(number, None)
         if lease is None:
@@ -227,17 +234,21 @@ class LeaseRules:
         if self._world.waits:
             self._world.waits.pop(-lease.id, None)
 
-    def _let_go(self, lease: int, opened: int, transfer: TransferState, seq: int) -> None:
+    def _let_go(
+        self, end: LeaseOpen, transfer: TransferState, plan: TransferPlan, seq: int
+    ) -> None:
         """One end of a transfer is let go: not before the transfer has ended (R7)."""
-        plan = transfer.plan
-        if plan is None:
-            return
+        number = end.lease
         if not transfer.ended:
-            what = f"lease {lease} was closed before transfer {transfer.id}, which it holds, ended"
+            what = f"lease {number} was closed before transfer {transfer.id}, which it holds, ended"
             self._findings.violate(
-                "R7", what, (opened, transfer.planned, seq), lease=lease, transfer=transfer.id,
+                "R7", what, (end.seq, transfer.planned, seq), lease=number, transfer=transfer.id,
                 request=plan.request,
             )  # fmt: skip
-        if lease == plan.destination_lease:
+        if number == plan.destination_lease:
             transfer.closed = seq
-        self._openings.dismiss(transfer)
+            other = plan.source_lease
+        else:
+            other = plan.destination_lease
+        if other not in self._ends:
+            self._openings.dismiss(transfer)

@@ -142,7 +142,20 @@ class Pages:
 
     def odd(self, runs: list[PageRun], state: int) -> list[PageRun]:
         """Return those runs whose pages are not all of their epoch and in this state."""
-        return [run for run in runs if not self.are(*run, state)]
+        states, epochs, total = self.state, self.epochs, self.total
+        odd = NO_RUNS
+        for run in runs:
+            first, count, epoch = run
+            if (
+                count == 1
+                and 0 <= first < total
+                and states[first] == state
+                and epochs[first] == epoch
+            ):
+                continue
+            if not self.are(first, count, epoch, state):
+                odd = [*odd, run]
+        return odd
 
     def pin_sealed(self, runs: list[PageRun]) -> list[PageRun]:
         """One more lease names these pages; return runs, not pinned, that are not all sealed."""

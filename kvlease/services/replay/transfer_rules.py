@@ -16,7 +16,7 @@ from kvlease.protocols.events import (
 )
 from kvlease.services.replay.opening_rules import OpeningRules, depend
 from kvlease.services.replay.page_rules import name_of
-from kvlease.services.replay.pages import UNKNOWN, Pages
+from kvlease.services.replay.pages import NO_RUNS, UNKNOWN, Pages
 from kvlease.services.replay.state import Landing, TransferState, World
 
 NUM_SLOWEST = 10
@@ -56,10 +56,18 @@ class TransferRules:
         transfer.plan, transfer.planned = event, seq
         transfer.recorded = [0] * self._num_layers
         transfer.done = [0] * self._num_layers
-        self._end(event, event.source_lease, event.source, event.source_tier, "source")
-        self._end(
-            event, event.destination_lease, event.destination, event.destination_tier, "destination"
-        )
+        source = self._ends.get(event.source_lease)
+        target = self._ends.get(event.destination_lease)
+        # An end that is as it should be names the very runs that its lease was opened with.
+        if source is None or source.mode != "shared" or source.pages != event.source:
+            self._end(event, event.source_lease, event.source, event.source_tier, "source")
+        if (
+            target is None
+            or target.mode != "exclusive"
+            or self._reserved.get(event.destination_lease, NO_RUNS) != event.destination
+        ):
+            number, runs = event.destination_lease, event.destination
+            self._end(event, number, runs, event.destination_tier, "destination")
         if event.source or event.destination:
             transfer.num_pages = self._hand_on(event)
         self._whole(event, transfer)
@@ -313,7 +321,9 @@ class TransferRules:
             heapq.heappush(self.slowest, took)
         elif took > self.slowest[0]:
             heapq.heapreplace(self.slowest, took)
-        self._openings.dismiss(transfer)
+        plan = transfer.plan
+        if plan is None or plan.destination_lease not in self._ends:
+            self._openings.dismiss(transfer)
 
     def landed(self, event: TransferLanded) -> None:
         """The bytes are really there: not after their room was given back (R6)."""
