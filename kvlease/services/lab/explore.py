@@ -39,6 +39,7 @@ from kvlease.services.lab.schedule import (
     mixed,
     run_scheduled,
 )
+from kvlease.services.replay.checker import check as judge_log
 from kvlease.units import RequestId
 
 HORIZON_S: Final = 10_000.0
@@ -121,7 +122,19 @@ def every_request_ends(events: Sequence[Event]) -> str | None:
     return "; ".join(wrong) or None
 
 
-CHECKS: tuple[Check, ...] = (every_request_ends,)
+def the_log_breaks_no_rule(events: Sequence[Event]) -> str | None:
+    """Let `kvlease replay` judge the run, R1 to R12; a run without an engine has no such log."""
+    if not (events and isinstance(events[0], LogOpen)):
+        return None
+    verdict = judge_log(events)
+    if verdict.verdict == "clean":
+        return None
+    for violation in verdict.violations:
+        return f"replay finds {violation.rule} broken: {violation.what} (lines {violation.lines})"
+    return f"replay says {verdict.verdict}: {verdict.cannot_tell or verdict.stuck}"
+
+
+CHECKS: tuple[Check, ...] = (every_request_ends, the_log_breaks_no_rule)
 """What every run's log is checked for."""
 
 
