@@ -7,6 +7,7 @@ in the same call (R14).
 
 from array import array
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import final
 
 from kvlease.errors import LedgerImbalance
@@ -274,10 +275,17 @@ class UnifiedPool:
         if self.audit is not None and held.trail is not None:
             for number, page in enumerate(pages, first):
                 self.audit.sealed(held.trail, number, page, taken=page in gone)
-        if self._sink.audit and taken:
-            runs = self.memory.device.runs(taken)
-            start = first * self.schema.page_tokens
-            self._sink.emit(PageSeal(pages=runs, lease=held.lease.id, request=request, start=start))
+        if self._sink.audit:
+            numbers = [number for number, page in enumerate(pages, first) if page in gone]
+            self._say_sealed(held.lease, numbers, request)
+
+    def _say_sealed(self, lease: SequenceLease, numbers: list[int], request: int) -> None:
+        """Write which pages of a table were sealed, a line for each stretch of neighbours."""
+        for _, stretch in groupby(enumerate(numbers), lambda entry: entry[1] - entry[0]):
+            places = [number for _, number in stretch]
+            runs = self.memory.device.runs(array("i", (lease.pages[place] for place in places)))
+            start = places[0] * self.schema.page_tokens
+            self._sink.emit(PageSeal(pages=runs, lease=lease.id, request=request, start=start))
 
     def tail_slot(self) -> int | None:
         """Take a tail slot on the device, evicting the oldest idle tail if needed; None if none."""
