@@ -89,6 +89,7 @@ __all__ = [
     "PageRun",
     "PageSeal",
     "RequestAdmitted",
+    "RequestCancelled",
     "RequestFailed",
     "RequestFinished",
     "RequestPreempted",
@@ -248,6 +249,12 @@ class RequestPreempted(NormalEvent, tag="request.preempted", kw_only=True, gc=Fa
     dropped_tokens: int
 
 
+class RequestCancelled(NormalEvent, tag="request.cancelled", kw_only=True, gc=False):
+    """Its caller called a request off; the terminal event follows when no step uses it."""
+
+    request: int
+
+
 class RequestFinished(NormalEvent, tag="request.finished", kw_only=True, gc=False):
     """The terminal event of a request that got an answer, whole or cut short by its caller."""
 
@@ -289,7 +296,8 @@ class ActorRestart(NormalEvent, tag="actor.restart", kw_only=True, gc=False):
 
 AnyEvent: TypeAlias = (
     LogOpen | LogGap | LogClose
-    | RequestSubmitted | RequestAdmitted | RequestPreempted | RequestFinished | RequestFailed
+    | RequestSubmitted | RequestAdmitted | RequestPreempted
+    | RequestCancelled | RequestFinished | RequestFailed
     | PageReserve | PageSeal | PageEvict | PageQuarantine | PageFree | PageLedger | PageMismatch
     | LeaseOpen | LeaseWait | LeaseClose | LeaseMove
     | TransferPlan | TransferRecord | TransferLanded | TransferLayerDone | TransferDone

@@ -93,12 +93,14 @@ class EnginePorts:
         clock: what deadlines and measurements go by.
         streams: opens the three streams for the engine's block.
         inboxes: may put something between an actor and its mailbox.
+        about: what stands behind them, for the head of the log.
     """
 
     copier: Copier | None = None
     clock: Clock | None = None
     streams: OpenStreams = open_cpu_streams
     inboxes: Inboxes = _own_mailbox
+    about: dict[str, object] | None = None
 
 
 @frozen
@@ -224,7 +226,7 @@ async def assemble(
     reports = TransferReports(scheduler)
     core.loader = loader_mailbox(_SPARE_MAIL, reports.ended, reports.settled)
     if sink.normal:
-        sink.emit(_log_open(core, loaded.name))
+        sink.emit(_log_open(core, loaded.name, ports))
     return Assembly(
         core=core,
         model_name=loaded.name,
@@ -243,7 +245,7 @@ def _refuse(core: EngineCore, message: SchedulerMessage) -> None:
         end_request(core, message.request, "failed", error)
 
 
-def _log_open(core: EngineCore, model_name: str) -> LogOpen:
+def _log_open(core: EngineCore, model_name: str, ports: EnginePorts) -> LogOpen:
     return LogOpen(
         schema=SCHEMA_VERSION,
         program=f"kvlease {__version__}",
@@ -257,6 +259,7 @@ def _log_open(core: EngineCore, model_name: str) -> LogOpen:
         host_pages=core.config.host_pages,
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
         config=evolve(core.config, tenant_salt=b""),
+        ports=ports.about,
     )
 
 

@@ -21,6 +21,7 @@ from kvlease.errors import (
     PagesUnavailable,
     UsageError,
 )
+from kvlease.protocols.events import RequestCancelled
 from kvlease.runtime.actor import Actor, Inbox
 from kvlease.runtime.admission import Admission
 from kvlease.runtime.batching import Batching
@@ -156,6 +157,8 @@ class Scheduler(Actor[SchedulerMessage]):
         if seq is None or seq.phase is Phase.ENDED or seq.ending is not None:
             return
         seq.ending, seq.error = reason, error
+        if error is None and self._core.sink.normal:
+            self._core.sink.emit(RequestCancelled(request=request))
         if not seq.in_step:
             self._settlement.retire(seq)
         elif error is not None:

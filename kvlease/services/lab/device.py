@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import BinaryIO, TypeVar, final
+from typing import BinaryIO, TypeVar, cast, final
 
+import msgspec
 import trio
 from attrs import frozen
 
@@ -31,6 +32,7 @@ from kvlease.services.lab.faults import FaultPlan, Injector
 from kvlease.services.lab.inbox import FaultyInbox
 from kvlease.services.lab.link import Link
 from kvlease.services.lab.spec import DeviceSpec
+from kvlease.services.lab.timing import SpecTiming, Timing
 from kvlease.services.lab.truth import Truth
 from kvlease.services.lab.virtual_stream import SimulatedStream, open_simulated_stream
 
@@ -58,13 +60,27 @@ class SimulatedDevice:
         spec: DeviceSpec | None = None,
         log: EventLog | None = None,
         faults: FaultPlan | None = None,
+        timing: Timing | None = None,
     ) -> None:
-        """Take a model; the log, if any, is told of landings, and tells when pages change hands."""
+        """Take a model; the log, if any, is told of landings, and tells when pages change hands.
+
+        ``timing`` says how long things take where that is not for the spec to say.
+        """
         self.spec = spec or DeviceSpec()
         self.truth = Truth(model.schema, log)
-        self._injector = Injector(faults or FaultPlan())
-        self.runner: ModelRunner = _TimedModel(model, self.spec, self.truth, self._injector)
-        self.ports = EnginePorts(clock=TrioClock(), streams=self._open_streams, inboxes=self._inbox)
+        plan = faults or FaultPlan()
+        self._injector = Injector(plan)
+        self._timing = timing or SpecTiming(self.spec)
+        self.runner: ModelRunner = _TimedModel(model, self._timing, self.truth, self._injector)
+        self.ports = EnginePorts(
+            clock=TrioClock(),
+            streams=self._open_streams,
+            inboxes=self._inbox,
+            about={
+                "device": cast("object", msgspec.to_builtins(self.spec)),
+                "faults": cast("object", msgspec.to_builtins(plan)),
+            },
+        )
         if log is not None:
             log.subscribe(self.truth.watch)
 
@@ -76,8 +92,8 @@ class SimulatedDevice:
         spec, truth, injector = self.spec, self.truth, self._injector
         turn = trio.Lock()
         other = turn if spec.shares_link else trio.Lock()
-        load = Link("load", spec.load, turn, truth, injector)
-        store = Link("store", spec.store, other, truth, injector)
+        load = Link("load", self._timing, turn, truth, injector)
+        store = Link("store", self._timing, other, truth, injector)
         compute = SimulatedStream("compute", _compute, holds=truth.holds, observer=observer)
         try:
             async with (
@@ -114,10 +130,10 @@ class _TimedModel:
     """A model whose steps take the spec's time, and whose openings are told of."""
 
     def __init__(
-        self, model: ModelRunner, spec: DeviceSpec, truth: Truth, injector: Injector
+        self, model: ModelRunner, timing: Timing, truth: Truth, injector: Injector
     ) -> None:
         self._model = model
-        self._spec = spec
+        self._timing = timing
         self._truth = truth
         self._injector = injector
 
@@ -144,7 +160,7 @@ class _TimedModel:
     async def forward(self, inputs: StepInput, lease: StepLease, stream: Stream) -> StepResult:
         self._injector.at_work(current_actor.get())
         tokens = sum(len(part.tokens) for part in inputs.sequences)
-        layer_s = self._spec.step_seconds(tokens) / self.schema.num_layers
+        layer_s = self._timing.step_s(inputs.step, tokens) / self.schema.num_layers
         timed = _StepScope(stream, inputs, lease, layer_s, self._truth)
         return await self._model.forward(inputs, lease, timed)
 

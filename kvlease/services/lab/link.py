@@ -30,7 +30,7 @@ from kvlease.services.lab.faults import (
     RecordedLate,
     Reorder,
 )
-from kvlease.services.lab.spec import LinkSpec
+from kvlease.services.lab.timing import Timing
 from kvlease.services.lab.truth import Truth
 from kvlease.services.lab.virtual_stream import SimulatedStream
 
@@ -65,11 +65,11 @@ class Link:
     """
 
     def __init__(
-        self, name: str, spec: LinkSpec, turn: trio.Lock, truth: Truth, injector: Injector
+        self, name: str, timing: Timing, turn: trio.Lock, truth: Truth, injector: Injector
     ) -> None:
         """Make the link and its queue, ``stream``; whoever opened the device runs it."""
         self.stream = SimulatedStream(name, self._perform, accept=self._accept)
-        self._spec = spec
+        self._timing = timing
         self._turn = turn
         self._truth = truth
         self._injector = injector
@@ -111,15 +111,16 @@ class Link:
         if not isinstance(work, _Group):
             work()
         elif work.is_told:
-            await self._take_time(work.parts)
+            await self._take_time(work, work.parts)
             for part in work.parts:
                 self._land(work, part)
         else:
             await self._carry(work)
 
-    async def _take_time(self, parts: list[_Part]) -> None:
-        seconds = self._spec.seconds(sum(part.nbytes for part in parts))
+    async def _take_time(self, group: _Group, parts: list[_Part]) -> None:
+        transfer, layer = group.work.transfer, group.work.orders[-1].layer
         async with self._turn:
+            seconds = self._timing.copies_s(transfer, layer, sum(part.nbytes for part in parts))
             await trio.sleep(seconds + sum(part.faults.delay_s for part in parts))
 
     async def _carry(self, group: _Group) -> None:
@@ -134,7 +135,7 @@ class Link:
         ]
         try:
             if left:
-                await self._take_time(left)
+                await self._take_time(group, left)
             while left:
                 self._arrive(group, left.pop(0))
         finally:
