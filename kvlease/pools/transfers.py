@@ -282,7 +282,9 @@ class Transfers:
         planned.is_lost = True
         drop_host = planned.kind == "load" and reason not in ("late", "revoked")
         released = self._index.lost(planned, drop_host=drop_host)
-        self._memory.take_back(released, (planned, *steps))
+        # An earlier load of the same host pages that was late may still be reading them.
+        readers = [one for one in self.unsettled if one.kind == "load"] if drop_host else [planned]
+        self._memory.take_back(released, (*readers, *steps))
 
     def settled(self, planned: PlannedTransfer) -> None:
         """No copy of it touches memory any more: both ends are let go.

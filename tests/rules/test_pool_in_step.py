@@ -182,16 +182,7 @@ def walk(rng: random.Random, world: World, seen: set[State]) -> None:
     check_evictable(real, rules, state, [label for label, _, _ in world.steps(state)])
 
 
-OTHER_LOADS = pytest.mark.xfail(
-    raises=AssertionError,
-    reason="host pages that a bad load drops do not wait for an earlier load that was late and"
-    " still reads them: Transfers.lost names itself alone as their blocker (R6)",
-)
-
-
-@pytest.mark.parametrize(
-    "size", [ONE, pytest.param(TWO, marks=OTHER_LOADS)], ids=lambda size: size.name
-)
+@pytest.mark.parametrize("size", [ONE, TWO], ids=lambda size: size.name)
 def test_the_pool_goes_every_way_that_a_world_goes(size: Size) -> None:
     rng, world, seen = random.Random(1), World(size), set[State]()
     for _ in range(300):
