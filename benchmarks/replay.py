@@ -63,8 +63,8 @@ async def record(path: Path, sessions: int, turns: int) -> None:
             work = list(tool_agent_sessions(sessions, shape, engine.model.vocab_size, 0))
             await driver.serve(work, sessions)
             await engine.flush()
-            # What a copy still used is given back when it has returned.
-            while engine.statistics().device.sealed or engine.statistics().host.sealed:
+            # What a copy still used is given back when it has returned; only the books tell of it.
+            while engine.statistics().device.sealed or engine.statistics().host.sealed:  # noqa: ASYNC110
                 await trio.sleep(0.05)
         assert not driver.tally.complaints, driver.tally.complaints
 
