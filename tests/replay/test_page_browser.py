@@ -209,6 +209,12 @@ def test_groups_fold(tab: Browser) -> None:
     tab.click(*middle_of(tab, "r.key === 'requests' && r.kind === 'head'", "10"))
     tab.settle()
     assert kinds(tab, "request") == []
+    tab.eval("page.canvas.focus()")
+    tab.key("f")
+    assert len(kinds(tab, "request")) == 3, "the key undoes what was folded last"
+    tab.key(".")
+    tab.key("f")
+    assert kinds(tab, "steps") == []
 
 
 def test_it_follows_the_systems_colours(tab: Browser) -> None:

@@ -82,6 +82,7 @@ def test_spans_name_the_lines_that_bound_them() -> None:
     assert transfers["lane"] == [0, 1]  # they overlap
     assert steps["step"] == [1, 2, 3]
     assert steps["begin"][0] == 20  # the line that its opening names is the latest bound
+    assert steps["begin"][2] == 31  # nothing tells who was in it, so nothing bounds its beginning
     assert (steps["end"], steps["read"]) == ([28, 29, 31], [27, 27, 0])
     assert list(zip(waits["begin"], waits["end"], waits["open"], strict=True)) == [
         (18, 27, 0), (43, 44, 1),

@@ -4,7 +4,9 @@
 async function unpack(text) {
   let packed;
   try {
-    packed = Uint8Array.from(atob(text.trim()), (letter) => letter.charCodeAt(0));
+    const letters = atob(text.trim());
+    packed = new Uint8Array(letters.length);
+    for (let i = 0; i < letters.length; i++) packed[i] = letters.charCodeAt(i);
   } catch {
     throw new Error("it is not complete");
   }

@@ -166,9 +166,20 @@ class Page {
   #press(x, y) {
     const row = this.finder.rowAt(y);
     if (row?.kind !== "head") { this.select(this.finder.hit(x, y)); return; }
+    this.#fold(row.key);
+  }
+
+  #fold(group) {
     const { folded } = this.view;
-    if (!folded.delete(row.key)) folded.add(row.key);
+    this.lastFolded = group;
+    if (!folded.delete(group)) folded.add(group);
     this.refresh();
+  }
+
+  /** The group of the selected row, or the one that was folded last. */
+  #group() {
+    const row = this.view.rows().find((one) => rowKey(one) === this.view.selected?.key);
+    return row?.group ?? this.lastFolded ?? "steps";
   }
 
   #mapTo(x) {
@@ -190,6 +201,7 @@ class Page {
       n: () => total && this.showViolation((this.shown + 1) % total),
       p: () => total && this.showViolation((Math.max(this.shown, 0) + total - 1) % total),
       ".": () => this.#along(1), ",": () => this.#along(-1), "]": () => this.#across(1), "[": () => this.#across(-1),
+      f: () => this.#fold(this.#group()),
       "/": () => document.getElementById("by-request").focus(),
       Escape: () => { view.chain = null; this.shown = -1; this.panel.mark(-1); this.select(null); },
     };

@@ -133,7 +133,7 @@ class Panel {
       `${count(verdict.events, "event")} over ${duration(verdict.span_s * 1000)}`,
       `${count(log.requests.length, "request")}${outcome ? ` (${outcome})` : ""}`,
       count(log.steps.length, "step"),
-      `${count(log.transfers.length, "transfer")}${log.failures.length ? ` (${log.failures.length} not done)` : ""}`,
+      `${count(log.transfers.length, "transfer")}${log.failures.length ? ` (${log.failures.length.toLocaleString("en")} not done)` : ""}`,
       count(verdict.stuck.length, "stuck request"),
       ...(verdict.early_reads === null ? [] : [count(verdict.early_reads, "early read")]),
       verdict.is_closed ? "closed in order" : "not closed in order",

@@ -121,12 +121,16 @@ class View {
     const { log, filters } = this;
     const rows = [];
     // A folded group is its head alone.
-    let isFolded = false;
+    let isFolded = false, group = null;
     const head = (key, label) => {
       isFolded = this.folded.has(key);
+      group = key;
       rows.push({ kind: "head", key, label, h: 24, isFolded });
     };
-    const add = (row) => { if (!isFolded) rows.push(row); };
+    const add = (row) => {
+      row.group = group;
+      if (!isFolded) rows.push(row);
+    };
     if (filters.page) this.#pageRows(add, head);
     head("steps", "Steps, and lines by actor");
     for (let kind = 1; kind < log.bytes.step.length; kind++) {

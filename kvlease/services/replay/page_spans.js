@@ -121,7 +121,6 @@ class RowPen extends Pen {
       if (ended !== "done") {
         c.strokeStyle = colours.stall;
         c.strokeRect(x1 + 0.5, y + 0.5, end - x1 - 1, h - 1);
-        if (ended !== "open") this._cross(end - 3, y + h / 2, colours.stall);
       }
       if (h > 10 && end - x1 > 12) this._label([`${transfers.transfer[i]} · ${bytesText(transfers.nbytes[i])}${ended === "done" ? "" : ` · ${ended}`}`, `${transfers.transfer[i]}`],
         x1, end, y + h / 2 + 0.5, colours.ink);

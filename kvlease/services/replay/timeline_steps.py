@@ -106,14 +106,15 @@ class Steps:
             request.since = at
 
     def discarded(self, event: ev.StepDiscarded, at: Moment) -> None:
-        """Give a step away that published nothing."""
-        for begin, wait in self._waits.pop(event.step, ()):
-            self._give_wait(begin, wait, at, None, is_open=False)
+        """Give a step away that published nothing; who was in it is told by its read or waits."""
         read = self._reads.get(event.read)
         leases = [opening.lease for opening in read[1].opens] if read is not None else []
+        for begin, wait in self._waits.pop(event.step, ()):
+            leases += wait.leases
+            self._give_wait(begin, wait, at, None, is_open=False)
         requests = self._requests_of(leases)
         known = [self._requests.get(request) for request in requests]
-        begin = self._begin("discarded", event.step, event.read, known)
+        begin = self._begin("discarded", event.step, event.read, known) if any(known) else at
         self._canvas.step(
             StepSpan(
                 event.step, "discarded", begin, at, requests, 0, 0,
