@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Literal, final
 
-from kvlease.errors import PagesUnavailable
+from kvlease.errors import InternalError, PagesUnavailable
 from kvlease.pools.audit import tail_place
 from kvlease.pools.copies import (
     in_layer_order,
@@ -50,6 +50,11 @@ class Transfers:
         self._sink = sink
         self._next_lease = next_lease
         self._last_id = 0
+        self._parts = {
+            (spans, tails): memory.schema.parts(spans=spans, tails=tails)
+            for spans in (False, True)
+            for tails in (False, True)
+        }
         self.unsettled: set[PlannedTransfer] = set()
 
     def plan_load(self, held: Held, match: Match, request: int) -> PlannedTransfer | None:
@@ -225,9 +230,21 @@ class Transfers:
             self.lost(planned, "empty")
             self.settled(planned)
             return None
+        self._check_whole(planned)
         if self._sink.audit:
             self._say_held(planned)
         return planned
+
+    def _check_whole(self, planned: PlannedTransfer) -> None:
+        """Refuse a plan that leaves out a component of what it moves, or adds one (R5)."""
+        moved = {(order.layer, order.component) for order in planned.copies}
+        whole = self._parts[bool(planned.source), bool(planned.tails)]
+        if moved != whole:
+            odd = sorted(moved ^ whole)
+            raise InternalError(
+                f"{planned.name} does not move whole bundles: (layer, component) {odd} are missing"
+                " or too many"
+            )
 
     def _say_held(self, planned: PlannedTransfer) -> None:
         """Write that both ends are held from now on (R7)."""

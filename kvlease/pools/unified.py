@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import final
 
-from kvlease.errors import LedgerImbalance
+from kvlease.errors import LeaseMoved, LedgerImbalance
 from kvlease.pools import accounts
 from kvlease.pools.audit import Audit
 from kvlease.pools.copies import index_tensor, keep_tails
@@ -337,7 +337,13 @@ class UnifiedPool:
     # -- steps ---------------------------------------------------------------------------------
 
     def lease_step(self, members: Sequence[SequenceLease], step: StepId = NO_STEP) -> StepLease:
-        """Join sequences for one step; the step's holder closes it after its last use."""
+        """Join sequences for one step; the step's holder closes it after its last use.
+
+        Raises LeaseMoved when one of them has ended: its pages may be somebody else's (R8).
+        """
+        for member in members:
+            if member.cell.epoch:
+                raise LeaseMoved(f"lease {member.id} has ended; a step cannot be made of it")
         tables = StepTables(members)
         return StepLease(
             self._lease_id(),

@@ -298,6 +298,17 @@ class Schema:
         """Bytes of one page's span in one layer."""
         return sum(self.rows_per_page(span) * span.format.nbytes for span in layer.spans)
 
+    def parts(self, *, spans: bool, tails: bool) -> frozenset[tuple[int, str]]:
+        """Return every (layer, component) that moves with pages, with kept tails, or with both."""
+        return frozenset(
+            (layer.id, name)
+            for layer in self.layers
+            for name in (
+                *(span.name for span in layer.spans if spans),
+                *(tail.name for tail in layer.tails if tails and tail.kept_rows),
+            )
+        )
+
     def component_names(self) -> tuple[str, ...]:
         """Names of all components, each once, in order of first appearance."""
         names: dict[str, None] = {}
