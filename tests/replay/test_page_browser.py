@@ -123,6 +123,23 @@ def test_a_violation_leads_to_its_lines(tab: Browser) -> None:
     assert 0 < row < tab.eval("page.view.bottom")
 
 
+def test_a_violation_of_a_lease_alone_leads_to_its_request(
+    browser: Browser, tmp_path: Path
+) -> None:
+    events = scene()
+    verdict = found(events)
+    freed = msgspec.structs.replace(
+        verdict.violations[0], rule="R6", request=None, transfer=None, lease=10, lines=[7, 37]
+    )
+    verdict = msgspec.structs.replace(verdict, violations=[freed])
+    browser.open(write(tmp_path / "lease.html", events, verdict))
+    browser.eval("page.showViolation(0), 1")
+    concerned = (
+        "page.view.rows().filter((r) => isConcerned(r, page.view.chain.violation, page.log))"
+    )
+    assert browser.eval(f"{concerned}.map((r) => r.label)") == ["request 1"]
+
+
 def test_wheel_drag_and_keys_move_the_window(tab: Browser) -> None:
     x, y = middle_of(tab, "r.kind === 'steps'", "20")
     start = window(tab)

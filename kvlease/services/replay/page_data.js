@@ -80,6 +80,8 @@ class Log {
       this.failuresOf.get(key).push(i);
     }
     this.byActor = grouped(this.lines.actor, this.lines.length, this.bytes.actor.length);
+    this.holderOf = new Map();
+    for (let i = 0; i < this.leases.length; i++) this.holderOf.set(this.leases.lease[i], this.leases.request[i]);
     this.stepAt = new Map();
     for (let i = 0; i < this.steps.length; i++) this.stepAt.set(this.steps.step[i], i);
     this.transferAt = new Map();

@@ -112,7 +112,7 @@ function rowKey(row) { return `${row.kind} ${row.key}`; }
 
 /** Whether a row is of what a violation names. */
 function isConcerned(row, violation, log) {
-  if (row.kind === "request") return row.request === violation.request;
+  if (row.kind === "request") return row.request === (violation.request ?? log.holderOf.get(violation.lease));
   if (row.kind === "transfers" && violation.transfer !== undefined && violation.transfer !== null) {
     const i = log.transferAt.get(violation.transfer);
     return i !== undefined && row.key === `${log.bytes.direction[log.transfers.direction[i]]}${log.transfers.lane[i]}`;
