@@ -43,7 +43,7 @@ def is_full(request: pytest.FixtureRequest) -> bool:
 class ExploreSchedules(Protocol):
     """What the fixture `explore_schedules` gives."""
 
-    def __call__(self, scenario: "Scenario", schedules: int = 75) -> "ExploreResult":
+    def __call__(self, scenario: "Scenario", schedules: int = 60) -> "ExploreResult":
         """Run a scenario under so many schedules, or fail with how to replay what was found."""
         ...
 
@@ -55,7 +55,7 @@ def explore_schedules(is_full: bool) -> ExploreSchedules:
     For plain functions, not for async ones: every schedule is a Trio run of its own.
     """
 
-    def run(scenario: "Scenario", schedules: int = 75) -> "ExploreResult":
+    def run(scenario: "Scenario", schedules: int = 60) -> "ExploreResult":
         from kvlease.services.lab.explore import explore
 
         fresh = random.SystemRandom().sample(range(1 << 20, 1 << 30), 4)
