@@ -124,13 +124,13 @@ def _set_aside(path: Path) -> Path:
         raise BadInput(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def _settle_threads(common: CommonOptions) -> None:
+def _settle_threads(model: str | None) -> None:
     """Keep the embedded model's arithmetic to one thread, before torch is loaded.
 
     Its products are too small to be worth sharing out, and threads that wait for each other in
     every one of them lose many times their work on a busy machine.
     """
-    if common.model is None:
+    if model is None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -207,14 +207,16 @@ def _dispatch(argv: Sequence[str] | None) -> int:
     match options:
         case RunOptions():
             _check(options)
-            _settle_threads(options.common)
+            _settle_threads(options.common.model)
             return _run(options)
         case GenerateOptions():
             _check(options)
-            _settle_threads(options.common)
+            _settle_threads(options.common.model)
             return _generate(options)
         case ReplayOptions():
             _check_apart(options)
+            if options.rerun:
+                _settle_threads(options.model)
             return _replay(options)
         case DoctorOptions():
             _check_writable(options.json)

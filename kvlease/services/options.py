@@ -46,6 +46,7 @@ class CommonOptions:
     log: str | None
     log_level: Level
     json: str | None
+    log_prompts: bool = False
 
     def config(
         self,
@@ -88,6 +89,7 @@ class CommonOptions:
             compute=compute,
             digests=verify,
             audit_rate=self.audit_rate,
+            log_prompts=self.log_prompts,
         )
 
 
@@ -136,6 +138,8 @@ class ReplayOptions:
     json: str | None
     html: str | None
     perfetto: str | None
+    rerun: bool
+    model: str | None
 
 
 @frozen
@@ -211,6 +215,11 @@ def add_common(parser: argparse.ArgumentParser, *, sessions: int) -> None:
         help="off; normal: requests, actors and what went wrong; audit: everything that replay "
         "needs (default: audit with --log, else off; normal without --log prints to stderr)",
     )
+    about_run.add_argument(
+        "--log-prompts",
+        action="store_true",
+        help="write prompts into the log too, so that `replay --rerun` can ask them again",
+    )
     add_json(parser)
 
 
@@ -278,6 +287,8 @@ def common_of(space: argparse.Namespace) -> CommonOptions:
     level: Literal["off", "normal", "audit"] | None = space.log_level
     if level == "audit" and space.log is None:
         raise BadInput("--log-level audit is for a file; say which with --log FILE")
+    if space.log_prompts and space.log is None:
+        raise BadInput("--log-prompts is about the event log; write one with --log FILE")
     return CommonOptions(
         model=space.model,
         device=space.device,
@@ -297,4 +308,5 @@ def common_of(space: argparse.Namespace) -> CommonOptions:
         log=space.log,
         log_level=level or ("off" if space.log is None else "audit"),
         json=space.json,
+        log_prompts=space.log_prompts,
     )

@@ -100,7 +100,14 @@ def _generate_options(space: argparse.Namespace) -> GenerateOptions:
 
 
 def _replay_options(space: argparse.Namespace) -> ReplayOptions:
-    return ReplayOptions(log=space.LOG, json=space.json, html=space.html, perfetto=space.perfetto)
+    return ReplayOptions(
+        log=space.LOG,
+        json=space.json,
+        html=space.html,
+        perfetto=space.perfetto,
+        rerun=space.rerun,
+        model=space.model,
+    )
 
 
 def _doctor_options(space: argparse.Namespace) -> DoctorOptions:
@@ -150,6 +157,28 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add_common(parser, sessions=16)
 
 
+def _add_replay(replay: argparse.ArgumentParser) -> None:
+    replay.add_argument("LOG", help="the event log, plain or gzip; - for standard input")
+    add_json(replay)
+    replay.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write one page with the findings and a timeline to look into; it needs no network",
+    )
+    replay.add_argument(
+        "--perfetto", metavar="FILE", help="write a trace that ui.perfetto.dev opens"
+    )
+    replay.add_argument(
+        "--rerun",
+        action="store_true",
+        help="serve the recorded requests again on a simulated device, at the recorded times, and "
+        "compare events and answers (a log with prompts: --log-prompts, or one of `race`)",
+    )
+    replay.add_argument(
+        "--model", metavar="DIR", help="the checkpoint that served them (default: the embedded one)"
+    )
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Build the whole grammar; a parsed namespace holds ``command`` and the command's options."""
     plain = argparse.RawDescriptionHelpFormatter
@@ -184,16 +213,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=plain,
         allow_abbrev=False,
     )
-    replay.add_argument("LOG", help="the event log, plain or gzip; - for standard input")
-    add_json(replay)
-    replay.add_argument(
-        "--html",
-        metavar="FILE",
-        help="write one page with the findings and a timeline to look into; it needs no network",
-    )
-    replay.add_argument(
-        "--perfetto", metavar="FILE", help="write a trace that ui.perfetto.dev opens"
-    )
+    _add_replay(replay)
     replay.set_defaults(options=_replay_options)
     doctor = commands.add_parser(
         "doctor",

@@ -1,12 +1,17 @@
 """`kvlease replay`: judge a log and tell what it shows."""
 
+from pathlib import Path
+from typing import cast
+
+import msgspec
 from rich.console import Console
 
 from kvlease.services.options import ReplayOptions
 from kvlease.services.replay.checker import check_log
 from kvlease.services.replay.page_files import need_a_file, save_page, save_trace
 from kvlease.services.replay.reader import texts_of
-from kvlease.services.replay.report import lines_shown, print_verdict
+from kvlease.services.replay.report import lines_shown, print_rerun, print_verdict
+from kvlease.services.replay.verdict import RerunReport
 from kvlease.services.report import write_json
 
 
@@ -20,12 +25,25 @@ def replay(options: ReplayOptions, console: Console) -> bool:
     for flag, target in (("--html", options.html), ("--perfetto", options.perfetto)):
         if target is not None:
             need_a_file(options.log, flag)
+    if options.rerun:
+        need_a_file(options.log, "--rerun")
     verdict = check_log(options.log)
-    print_verdict(verdict, texts_of(options.log, lines_shown(verdict)), console)
+    again = _rerun(options) if options.rerun else None
+    # Files come first: whoever reads what is printed may stop reading.
     if options.json is not None:
-        write_json(options.json, verdict)
+        found = cast("dict[str, object]", msgspec.to_builtins(verdict))
+        write_json(options.json, found if again is None else {**found, "rerun": again})
     if options.html is not None:
         save_page(options.log, options.html, verdict)
     if options.perfetto is not None:
         save_trace(options.log, options.perfetto, verdict)
-    return verdict.verdict == "clean"
+    print_verdict(verdict, texts_of(options.log, lines_shown(verdict)), console)
+    if again is not None:
+        print_rerun(again, console)
+    return verdict.verdict == "clean" and (again is None or not again.different)
+
+
+def _rerun(options: ReplayOptions) -> RerunReport:
+    from kvlease.services.lab.rerun import rerun  # loads torch, which judging a log does not need
+
+    return rerun(options.log, None if options.model is None else Path(options.model))

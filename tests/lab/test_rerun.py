@@ -11,9 +11,11 @@ from kvlease.errors import BadInput
 from kvlease.protocols.config import EngineConfig, SamplingParams
 from kvlease.runtime.engine import Engine, open_engine
 from kvlease.runtime.event_log import open_event_log
+from kvlease.services.cli import main
 from kvlease.services.lab.faults import CopyRule, Fail, FaultPlan, Which, gate_plan
-from kvlease.services.lab.rerun import RerunReport, rerun
+from kvlease.services.lab.rerun import rerun
 from kvlease.services.lab.spec import DeviceSpec, LinkSpec
+from kvlease.services.replay.verdict import RerunReport
 from tests.lab.rig import Lab
 from tests.runtime.toy import answer, prompt_of, toy_config, toy_model
 
@@ -144,3 +146,15 @@ def test_a_log_that_cannot_be_run_again_is_refused(tmp_path: Path) -> None:
         rerun(str(path), toy_model(seed=1))
     with pytest.raises(BadInput, match="cannot read"):
         rerun(str(tmp_path / "none.jsonl"), toy_model())
+
+
+def test_the_command_reruns_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log, found = tmp_path / "run.jsonl", tmp_path / "found.json"
+    asked = ["run", "--sessions", "3", "--turns", "1", "--log", str(log), "--log-prompts"]
+    assert main(asked) == 0
+    assert main(["replay", str(log), "--rerun", "--json", str(found)]) == 0
+    report = json.loads(found.read_text())
+    assert report["verdict"] == "clean"
+    assert report["rerun"]["same_answers"] == report["rerun"]["answers"] == 3
+    assert "3 of 3 answers are the same bit for bit" in capsys.readouterr().out
+    assert main(["replay", "-", "--rerun"]) == 2

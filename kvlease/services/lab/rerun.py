@@ -29,36 +29,13 @@ from kvlease.services.lab.recording import Arrival, Recording, read_recording
 from kvlease.services.lab.schedule import Replay, run_scheduled
 from kvlease.services.lab.spec import DeviceSpec
 from kvlease.services.lab.timing import RecordedTiming
+from kvlease.services.replay.verdict import Difference, RerunReport
 
 _MAX_STEPS = 100_000_000
 _VOLATILE = frozenset(
     {"seq", "t_ns", "deadline_ns", "stalls", "ttft_us", "load_us", "recompute_us", "decision"}
 )
 """Fields that hold times, or a decision made from measured ones."""
-
-
-class Difference(msgspec.Struct, frozen=True):
-    """The first event that came out differently: the log's line, and what each run has there."""
-
-    line: int
-    recorded: str
-    rerun: str
-
-
-class RerunReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run compares with its recording.
-
-    Attributes:
-        answers, same_answers: requests with an end in the log; those with the same one again.
-        different: requests whose answer is not the same, in their order.
-        is_exact: whether events were compared one by one, times included.
-    """
-
-    answers: int
-    same_answers: int
-    different: list[int]
-    first_difference: Difference | None
-    is_exact: bool
 
 
 @frozen

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from kvlease.services.replay.verdict import Verdict, Violation
+from kvlease.services.replay.verdict import RerunReport, Verdict, Violation
 
 MAX_SHOWN = 20
 """Violations that are printed; ``--json`` has more."""
@@ -38,6 +38,23 @@ def print_verdict(verdict: Verdict, texts: dict[int, str], console: Console) -> 
         _say(console, f"... and {len(verdict.stuck) - MAX_SHOWN:,} more stuck requests")
     _stalls(verdict, console)
     _slowest(verdict, console)
+
+
+def print_rerun(report: RerunReport, console: Console) -> None:
+    """Print how a run compares with its recording."""
+    _say(console, "")
+    same = f"{report.same_answers:,} of {report.answers:,} answers are the same bit for bit"
+    how = "times included" if report.is_exact else "each actor's by themselves, times left out"
+    first = report.first_difference
+    if first is None:
+        _say(console, f"rerun: {same}, and so are all events ({how})")
+        return
+    _say(console, f"rerun: {same}; events differ from line {first.line:,} on ({how}):")
+    _say(console, f"  recorded: {_short(first.recorded)}")
+    _say(console, f"  now:      {_short(first.rerun)}")
+    if report.different:
+        named = ", ".join(map(str, report.different[:MAX_SHOWN]))
+        _say(console, f"  requests answered differently: {named}")
 
 
 def _summary(verdict: Verdict) -> Iterator[str]:
@@ -77,10 +94,11 @@ def _violation(violation: Violation, texts: dict[int, str], console: Console) ->
 
 def _chain(lines: list[int], texts: dict[int, str], console: Console) -> None:
     for line in lines:
-        text = texts.get(line, "")
-        if len(text) > MAX_TEXT:
-            text = f"{text[: MAX_TEXT - 4]} ..."
-        _say(console, f"  line {line:<8} {text}".rstrip())
+        _say(console, f"  line {line:<8} {_short(texts.get(line, ''))}".rstrip())
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 4]} ..."
 
 
 def _due(overdue_s: float) -> str:

@@ -111,3 +111,27 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     is_closed: bool
     span_s: float
     wall_s: float
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """The first event that came out differently: the log's line, and what each run has there."""
+
+    line: int
+    recorded: str
+    rerun: str
+
+
+class RerunReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run compares with its recording.
+
+    Attributes:
+        answers, same_answers: requests with an end in the log; those with the same one again.
+        different: requests whose answer is not the same, in their order.
+        is_exact: whether events were compared one by one, times included.
+    """
+
+    answers: int
+    same_answers: int
+    different: list[int]
+    first_difference: Difference | None
+    is_exact: bool
