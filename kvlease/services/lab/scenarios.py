@@ -216,7 +216,7 @@ def _faults(rng: random.Random) -> FaultPlan:
 async def _serve(world: World, rounds: Sequence[Sequence[Client]]) -> None:
     """Serve the rounds one after another, their requests together; then see that all came back."""
     rng = world.rng
-    device = SimulatedDevice(witness(), _spec(rng), faults=_faults(rng))
+    device = SimulatedDevice(witness(), _spec(rng), world.log, _faults(rng))
     config = _config(rng)
     async with open_engine(device.runner, config, log=world.log, ports=device.ports) as engine:
         for clients in rounds:
