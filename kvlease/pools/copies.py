@@ -11,6 +11,7 @@ from typing import cast
 import numpy as np
 import torch
 
+from kvlease.pools.prefix_node import CacheTier
 from kvlease.pools.storage import RingStore, SpanStore, TailStore, span_components, tail_components
 from kvlease.protocols.ports import CopyOrder
 from kvlease.protocols.schema import Schema, TailComponent
@@ -60,7 +61,8 @@ def _numbered(
     run = partial(_copy_numbered, source, from_ids, target, to_ids)
     places = partial(_numbers, to_ids)
     memory = partial(_numbered_bytes, target, to_ids)
-    return CopyOrder(transfer, kind, *part, nbytes, run, places, memory)
+    tier: CacheTier = "host" if kind == "load" else "device"
+    return CopyOrder(transfer, kind, tier, *part, nbytes, run, places, memory)
 
 
 def _numbers(ids: torch.Tensor) -> list[int]:
@@ -131,12 +133,12 @@ def resume_orders(
     schema: Schema,
     transfer: TransferId,
     kind: str,
-    tails: tuple[TailStore, int],
+    tails: tuple[CacheTier, TailStore, int],
     rings: tuple[RingStore, int],
     boundary: int,
 ) -> Iterator[CopyOrder]:
-    """Yield the orders that fill a sequence's rings from a kept tail at token ``boundary``."""
-    store, tail_slot = tails
+    """Yield the orders that fill a sequence's rings from a tier's tail at token ``boundary``."""
+    tier, store, tail_slot = tails
     ring_store, slot = rings
     for layer, tail in tail_components(schema):
         if tail.kept_rows:
@@ -146,6 +148,7 @@ def resume_orders(
             yield CopyOrder(
                 transfer,
                 kind,
+                tier,
                 layer,
                 tail.name,
                 tail.kept_nbytes,

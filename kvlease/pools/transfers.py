@@ -96,7 +96,7 @@ class Transfers:
         tail, memory = match.tail, self._memory
         assert tail is not None
         tier, tail_slot = tail_place(tail)
-        kept = (memory.tails if tier == "device" else memory.host_tails, tail_slot)
+        kept = (tier, memory.tails if tier == "device" else memory.host_tails, tail_slot)
         boundary = match.num_pages * memory.schema.page_tokens
         rings = (memory.rings, slot)
         return resume_orders(memory.schema, planned.id, "load", kept, rings, boundary)

@@ -6,7 +6,7 @@ methods, and simulated ones in tests; faults are injected by wrapping a port, ne
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 from attrs import frozen
@@ -192,13 +192,15 @@ class CopyOrder(msgspec.Struct, frozen=True):
     ``run`` moves the bytes and returns how many; it is called once, on the worker of the stream
     that carries the transfer. Both ends stay leased until it has returned (R7).
 
-    The last two tell what it writes. ``places`` lists the pages, or the slots of sequence state,
-    that it fills. ``target`` borrows their memory, in any number of pieces: it is for whoever
-    damages or checks copies on the CPU, and the same lease covers it.
+    ``source`` is the tier that it reads: some of a load's copies stay within the device. The last
+    two tell what it writes: ``places`` lists the pages, or the slots of sequence state, that it
+    fills. ``target`` borrows their memory, in any number of pieces: it is for whoever damages or
+    checks copies on the CPU, and the same lease covers it.
     """
 
     transfer: TransferId
     kind: str
+    source: Literal["device", "host"]
     layer: int
     component: str
     nbytes: int

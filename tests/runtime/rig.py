@@ -18,7 +18,7 @@ def order(
     layer: int, component: str, nbytes: int = 8, run: Callable[[], int] | None = None
 ) -> CopyOrder:
     move = run or (lambda: nbytes)
-    return CopyOrder(TransferId(1), "load", layer, component, nbytes, move, list[int], list)
+    return CopyOrder(TransferId(1), "load", "host", layer, component, nbytes, move, list[int], list)
 
 
 def plan(

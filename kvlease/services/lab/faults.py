@@ -27,12 +27,14 @@ class Which(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     Attributes:
         direction: loads or stores.
+        source: the tier that the copy reads; loads have copies within the device too.
         layers, components: of the copy.
         transfers: which of its direction, counted from 1 in the order of their launch.
         probability: of each copy that fits.
     """
 
     direction: Literal["load", "store"] | None = None
+    source: Literal["device", "host"] | None = None
     layers: tuple[int, ...] = ()
     components: tuple[str, ...] = ()
     transfers: tuple[int, ...] = ()
@@ -42,6 +44,7 @@ class Which(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Whether the rule is about this copy, chance aside."""
         return (
             self.direction in (None, order.kind)
+            and self.source in (None, order.source)
             and (not self.layers or order.layer in self.layers)
             and (not self.components or order.component in self.components)
             and (not self.transfers or nth in self.transfers)
@@ -139,14 +142,14 @@ class FaultPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gate_plan(gate: Literal["full", "kv-only", "off"], seed: int = 0) -> FaultPlan:
-    """Return the plan that turns the gate off for index keys, or for all that is loaded.
+    """Return the plan that turns the gate off for index keys, or for all that the host sends.
 
     The gate itself cannot be turned off; a completion that lies makes it open too early.
     """
     if gate == "full":
         return FaultPlan(seed=seed)
     components = ("index_k",) if gate == "kv-only" else ()
-    rule = CopyRule(DoneEarly(), Which(direction="load", components=components))
+    rule = CopyRule(DoneEarly(), Which(direction="load", source="host", components=components))
     return FaultPlan(seed=seed, rules=(rule,))
 
 

@@ -1,7 +1,8 @@
 """One direction of a simulated link: it carries groups of copies in the order of their launch.
 
 One group is carried at a time, and its bytes land together at the end of its time. Whoever waits
-for a copy waits for all that was launched before it.
+for a copy waits for all that was launched before it. Copies within the device keep their place in
+that order and take no time.
 
 A copy that was called done when it was launched travels too, at the link's speed, and what really
 has to wait waits for it. But nobody waits for *it*: when its group's turn comes the rest of the
@@ -118,9 +119,12 @@ class Link:
             await self._carry(work)
 
     async def _take_time(self, group: _Group, parts: list[_Part]) -> None:
+        """Take the time of what crosses the link; a load's copies within the device take none."""
         transfer, layer = group.work.transfer, group.work.orders[-1].layer
+        orders = [transfer.plan.copies[part.index] for part in parts]
+        crossing = [order for order in orders if (order.kind, order.source) != ("load", "device")]
         async with self._turn:
-            seconds = self._timing.copies_s(transfer, layer, sum(part.nbytes for part in parts))
+            seconds = self._timing.copies_s(transfer, layer, sum(one.nbytes for one in crossing))
             await trio.sleep(seconds + sum(part.faults.delay_s for part in parts))
 
     async def _carry(self, group: _Group) -> None:

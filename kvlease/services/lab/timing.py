@@ -16,7 +16,10 @@ class Timing(Protocol):
     """Seconds from now until a piece of work is over, asked when it begins."""
 
     def copies_s(self, transfer: Transfer, layer: int, nbytes: int) -> float:
-        """Return what a group of copies, the last of them of ``layer``, takes on its link."""
+        """Return what a group of copies, the last of them of ``layer``, takes on its link.
+
+        ``nbytes`` cross the link; copies within the device do not count.
+        """
         ...
 
     def step_s(self, step: StepId, num_tokens: int) -> float:
@@ -33,9 +36,9 @@ class SpecTiming:
         self._spec = spec
 
     def copies_s(self, transfer: Transfer, layer: int, nbytes: int) -> float:
-        """Latency, and bytes by the bandwidth of their direction."""
+        """Latency, and bytes by the bandwidth of their direction; nothing for no bytes."""
         link = self._spec.load if transfer.plan.kind == "load" else self._spec.store
-        return link.seconds(nbytes)
+        return link.seconds(nbytes) if nbytes else 0.0
 
     def step_s(self, step: StepId, num_tokens: int) -> float:
         """So much a step, and so much a token."""
