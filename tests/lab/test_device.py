@@ -46,7 +46,7 @@ def test_two_runs_write_the_same_log_and_start_no_thread() -> None:
     """Many sessions with restores: equal byte for byte, answers included."""
     before = threading.active_count()
     first, second = many_sessions(), many_sessions(1)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # idle threads of earlier runs may end meanwhile
     assert first.statistics is not None
     assert first.statistics.ledger_ok, first.statistics.ledger_error
     assert first.statistics.counters.loads > 5
