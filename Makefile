@@ -11,7 +11,7 @@ SETUPTOOLS := $(shell sed -n 's/^setuptools==/setuptools==/p' constraints.txt)
 # What the verified run of `make run` serves; `make run ARGS="--sessions 80 ..."` replaces it.
 ARGS ?= --verify --sessions 64
 
-.PHONY: help run test check bench format clean
+.PHONY: help run test check mutants bench format clean
 .DEFAULT_GOAL := help
 
 help: ## print this list
@@ -30,6 +30,9 @@ check: $(VENV)/.dev ## set up, then lint, check formatting, types and the import
 	$(BIN)/mypy
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+
+mutants: $(VENV)/.dev ## set up, then take guards out one by one: each must be noticed, and seen in a log
+	$(BIN)/python -m tests.mutants --witness
 
 bench: $(VENV)/.dev ## set up, then run the benchmarks, which print ratios measured in one run
 	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
