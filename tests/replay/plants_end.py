@@ -125,6 +125,16 @@ PLANTS = {
         request=1,
         also=frozenset({"R2", "R4"}),
     ),
+    "a page found under another prefix's tokens": Plant(
+        "R10",
+        put(
+            ev.PageSeal, 2, ev.PageMismatch(pages=[(0, 1, 1)], layer=0, component="key", request=2)
+        ),
+        [(ev.PageSeal, 2), (ev.PageMismatch, 0)],
+        request=2,
+        layer=0,
+        component="key",
+    ),
     # R11: conservation
     "a ledger that counts a page too few": Plant(
         "R11",

@@ -152,6 +152,18 @@ PLANTS = {
         [(ev.PageSeal, 0), (ev.PageSeal, 1)],
         request=1,
     ),
+    "a sealed page found changed": Plant(
+        "R4",
+        put(
+            ev.PageSeal,
+            2,
+            ev.PageMismatch(pages=[(1, 1, 1)], layer=1, component="index_k", request=2),
+        ),
+        [(ev.PageSeal, 2), (ev.PageMismatch, 0)],
+        request=2,
+        layer=1,
+        component="index_k",
+    ),
     # R5: whole bundles
     "a component left out": Plant(
         "R5",

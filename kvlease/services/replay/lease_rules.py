@@ -10,7 +10,6 @@ from kvlease.protocols.events import (
     LeaseOpen,
     LeaseWait,
     PageRun,
-    TransferPlan,
 )
 from kvlease.services.replay.opening_rules import OpeningRules, depend
 from kvlease.services.replay.page_rules import name_of
@@ -36,26 +35,30 @@ class LeaseRules:
 
     def open(self, event: LeaseOpen) -> None:
         """A right to pages begins: to sealed ones, or to ones that a transfer is filling."""
-        number, runs, lease = event.lease, event.pages, None
+        number, runs = event.lease, event.pages
         if number in self._ends or number in self._sequences:
             self._twice(event)
-        pages = self._tiers[event.tier]
+        pages, lease = self._tiers[event.tier], None
         if event.transfer:
             self._ends[number] = event
-            if not runs:
-                return
         else:
             lease = self._open_sequence(event, pages)
+        if runs:
+            self._hold(event, lease, pages)
+
+    def _hold(self, event: LeaseOpen, lease: SequenceState | None, pages: Pages) -> None:
+        """A lease pins the pages that it is opened on."""
+        number, runs = event.lease, event.pages
         odd = pages.pin_sealed(runs)
         for run in odd:
-            if self._unsealed(event, lease, pages, run):
+            if self._arrives(event, lease, pages, run) or self._unsealed(event, lease, pages, run):
                 pages.pins.up(run[0], run[1])
             else:
                 runs = [one for one in runs if one != run]
         if runs is not event.pages and lease is None:
             self._ends[number] = msgspec.structs.replace(event, pages=runs)
         if lease is not None and runs:
-            lease.batches.append(runs)
+            lease.prefix = runs
             self._prefix(lease, pages, odd, event.seq)
         if event.mode == "exclusive" and runs:
             what = f"lease {number} was opened exclusive on pages that it had not reserved"
@@ -80,16 +83,42 @@ class LeaseRules:
         self, lease: SequenceState, pages: Pages, arriving: list[PageRun], seq: int
     ) -> None:
         """The pages that a sequence begins with: each sealed one at its place (R10)."""
-        place, page_tokens, runs = 0, self._page_tokens, lease.batches[0]
+        place, page_tokens, runs, places = 0, self._page_tokens, lease.prefix, pages.places
         for run in runs:
             first, count, _ = run
-            if not pages.are_placed(first, count, place, page_tokens) and run not in arriving:
+            if arriving and run in arriving:
+                if lease.arriving is None:
+                    lease.arriving = []
+                lease.arriving.append((run, place))
+            elif places[first] != place or (
+                count > 1 and not pages.are_placed(first, count, place, page_tokens)
+            ):
                 self.misplaced(lease, pages, run, place, seq)
             place += count * page_tokens
         lease.base = place // page_tokens
         lease.floor = lease.limit = lease.written = place
         if pages.unlanded:
             self._unlanded(lease, pages, runs, seq)
+
+    def _arrives(
+        self, event: LeaseOpen, lease: SequenceState | None, pages: Pages, run: PageRun
+    ) -> bool:
+        """Whether one transfer is filling all pages of a run; a sequence then depends on it."""
+        first = run[0]
+        if lease is None or not 0 <= first < pages.total:
+            return False
+        holder = pages.holders[first]
+        end = self._ends.get(holder)
+        if end is None or not pages.is_held_by(run, holder):
+            return False
+        self._depend(lease, end.transfer, event.seq)
+        return True
+
+    def _depend(self, lease: SequenceState, number: int, seq: int) -> None:
+        transfer = self._transfers.get(number)
+        if transfer is None:
+            transfer = self._transfers[number] = TransferState(number)
+        depend(lease, transfer, seq)
 
     def _unsealed(
         self, event: LeaseOpen, lease: SequenceState | None, pages: Pages, run: PageRun
@@ -126,10 +155,7 @@ class LeaseRules:
         end = self._ends.get(holder)
         if end is not None:
             if lease is not None:
-                transfer = self._transfers.get(end.transfer)
-                if transfer is None:
-                    transfer = self._transfers[end.transfer] = TransferState(end.transfer)
-                depend(lease, transfer, event.seq)
+                self._depend(lease, end.transfer, event.seq)
             return set()
         if "R3" in told or (holder not in self._sequences and self._world.is_lossy):
             return set()
@@ -194,27 +220,37 @@ class LeaseRules:
 
     def close(self, event: LeaseClose) -> None:
         """A right ends: its pages are not pinned by it any more."""
-        number = event.lease
-        end = self._ends.pop(number, None)
-        if end is not None:
-            down = self._tiers[end.tier].pins.down
-            if end.pages:
-                down(end.pages)
-            reserved = self._reserved.pop(number, None)
-            if reserved:
-                down(reserved)
-            transfer = self._transfers.get(end.transfer)
-            if transfer is not None and transfer.plan is not None:
-                self._let_go(end, transfer, transfer.plan, event.seq)
+        number, ends = event.lease, self._ends
+        end = ends.pop(number, None)
+        if end is None:
+            self._close_sequence(number, event)
             return
+        if end.pages:
+            self._tiers[end.tier].pins.down(end.pages)
+        if number in self._reserved:
+            self._tiers[end.tier].pins.down(self._reserved.pop(number))
+        transfer = self._transfers.get(end.transfer)
+        if transfer is None or transfer.plan is None:
+            return
+        if not transfer.ended:
+            self._closed_early(end, transfer, event.seq)
+        other = transfer.plan.destination_lease
+        if number == other:
+            transfer.closed = event.seq
+            other = transfer.plan.source_lease
+        if other not in ends and not transfer.readers:
+            self._openings.dismiss(transfer)
+
+    def _close_sequence(self, number: int, event: LeaseClose) -> None:
         lease = self._sequences.pop(number, None)
         if lease is None:
             if not self._world.is_lossy:
                 what = f"lease {number} was closed and is not open"
                 self._findings.violate("R14", what, (event.seq,), lease=number)
             return
-        for runs in lease.batches:
-            lease.pages.pins.down(runs)
+        pins = lease.pages.pins
+        pins.down(lease.prefix)
+        pins.down_each(lease.own)
         self._leave(lease, event)
 
     def _leave(self, lease: SequenceState, event: LeaseClose) -> None:
@@ -234,21 +270,11 @@ class LeaseRules:
         if self._world.waits:
             self._world.waits.pop(-lease.id, None)
 
-    def _let_go(
-        self, end: LeaseOpen, transfer: TransferState, plan: TransferPlan, seq: int
-    ) -> None:
-        """One end of a transfer is let go: not before the transfer has ended (R7)."""
+    def _closed_early(self, end: LeaseOpen, transfer: TransferState, seq: int) -> None:
+        """One end of a transfer is let go before the transfer has ended (R7)."""
         number = end.lease
-        if not transfer.ended:
-            what = f"lease {number} was closed before transfer {transfer.id}, which it holds, ended"
-            self._findings.violate(
-                "R7", what, (end.seq, transfer.planned, seq), lease=number, transfer=transfer.id,
-                request=plan.request,
-            )  # fmt: skip
-        if number == plan.destination_lease:
-            transfer.closed = seq
-            other = plan.source_lease
-        else:
-            other = plan.destination_lease
-        if other not in self._ends:
-            self._openings.dismiss(transfer)
+        what = f"lease {number} was closed before transfer {transfer.id}, which it holds, ended"
+        self._findings.violate(
+            "R7", what, (end.seq, transfer.planned, seq), lease=number, transfer=transfer.id,
+            request=transfer.request,
+        )  # fmt: skip

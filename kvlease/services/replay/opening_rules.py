@@ -29,6 +29,12 @@ def depend(lease: SequenceState, transfer: TransferState, seq: int) -> None:
         lease.last = max(lease.last, seq)
 
 
+def _is_settled(transfer: TransferState, after: int) -> bool:
+    """Whether no opening from ``after`` on can be early: all is recorded, and landings untold."""
+    recorded = transfer.recorded
+    return transfer.landing is None and 0 not in recorded and 0 < max(recorded, default=0) <= after
+
+
 @final
 class OpeningRules:
     """Judges openings of leases that depend on transfers, and keeps those still in doubt."""
@@ -41,14 +47,27 @@ class OpeningRules:
     def check(self, lease: SequenceState, mask: int, after: int, step: int, seq: int) -> None:
         """Judge openings of the layers in ``mask``, none before ``after``, told at ``seq``."""
         assert lease.depends is not None
-        for transfer in lease.depends:
+        doubtful = [one for one in lease.depends if not _is_settled(one, after)]
+        if doubtful:
+            self._check(lease, doubtful, mask, after, step, seq)
+
+    def _check(
+        self,
+        lease: SequenceState,
+        transfers: list[TransferState],
+        mask: int,
+        after: int,
+        step: int,
+        seq: int,
+    ) -> None:
+        for transfer in transfers:
             if transfer.bundle is None:
                 self._unrecorded(lease, transfer, None, step, seq)
         layer = 0
         while mask >> layer:
             if mask >> layer & 1:
                 opening = PendingOpening(layer, lease, step, after, seq)
-                for transfer in lease.depends:
+                for transfer in transfers:
                     if transfer.bundle is not None and transfer.bundle.layer_mask >> layer & 1:
                         self._against(transfer, lease, opening)
             layer += 1

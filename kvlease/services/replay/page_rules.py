@@ -10,6 +10,7 @@ from kvlease.protocols.events import (
     PageEvict,
     PageFree,
     PageLedger,
+    PageMismatch,
     PageQuarantine,
     PageReserve,
     PageRun,
@@ -112,14 +113,13 @@ class PageRules:
                 what = f"pages were reserved for lease {number}, which is not open"
                 self._findings.violate("R3", what, (seq,), lease=number, request=event.request)
             return
-        sequence.batches.append(runs)
-        own, before = sequence.own, len(sequence.own)
+        own = sequence.own
         for first, count, _ in runs:
             if count == 1:
                 own.append(first)
             else:
                 own.extend(range(first, first + count))
-        sequence.limit += (len(own) - before) * self._page_tokens
+        sequence.limit = (sequence.base + len(own)) * self._page_tokens
 
     def _explain(
         self, pages: Pages, run: PageRun, state: int, doing: str, rule: str,
@@ -174,18 +174,21 @@ class PageRules:
         """Seal a sequence's pages, at their place, and written to their end by published steps."""
         record, own, page_tokens = lease.record, lease.own, self._page_tokens
         pages.place(runs, place, page_tokens, 0 if record is None else record.root)
-        index = place // page_tokens - lease.base
+        base, known = lease.base, len(own)
+        index = place // page_tokens - base
         for first, count, _ in runs:
-            if not (0 <= index < len(own) and own[index] == first) or (
-                count > 1 and own[index : index + count] != [*range(first, first + count)]
+            if (
+                not 0 <= index < known
+                or own[index] != first
+                or (count > 1 and own[index : index + count] != [*range(first, first + count)])
             ):
-                place = (index + lease.base) * page_tokens
+                place = (index + base) * page_tokens
                 what = f"{name_of(pages, first, count)} sealed at position {place}, not theirs"
                 self._findings.violate(
                     "R10", what, (lease.seq, seq), lease=lease.id, request=lease.request
                 )
             index += count
-        end = (index + lease.base) * page_tokens
+        end = (index + base) * page_tokens
         if end > lease.written:
             what = (
                 f"{name_of(pages, *runs[-1][:2])} sealed up to position {end}, and published steps "
@@ -220,6 +223,24 @@ class PageRules:
         for run in pages.odd(event.pages, SEALED):
             explain(self._world, pages, run, SEALED, "was evicted", "R11", event.seq)
 
+    def mismatch(self, event: PageMismatch) -> None:
+        """An audit found a page that is not what it was when it was sealed (R4).
+
+        Where it found another prefix's page, that page was used under a key not its own (R10).
+        """
+        pages, seq = self._tiers[event.tier], event.seq
+        is_other = event.component == "key"
+        for first, count, _ in event.pages:
+            what = f"{name_of(pages, first, count)} was found changed in layer {event.layer}"
+            what = f"{what}: {event.component} is not what was sealed"
+            if is_other:
+                what = f"{name_of(pages, first, count)} was found under another prefix's tokens"
+            is_sealed = pages.has(first, count) and pages.state[first] == SEALED
+            self._findings.violate(
+                "R10" if is_other else "R4", what, (pages.since[first] if is_sealed else 0, seq),
+                request=event.request, layer=event.layer, component=event.component,
+            )  # fmt: skip
+
     def quarantine(self, event: PageQuarantine) -> None:
         """Released pages wait for what may still touch them (R6)."""
         pages, seq, world = self._tiers[event.tier], event.seq, self._world
@@ -243,7 +264,7 @@ class PageRules:
         pages, seq = self._tiers[event.tier], event.seq
         for run in pages.free(event.pages, seq):
             first, count, _ = run
-            is_owned = pages.are(*run, HELD) or pages.are(*run, SEALED)
+            is_owned = pages.are(*run, HELD) or pages.are(*run, SEALED)  # but pinned
             if not is_owned and not self._quarantined(pages, run, seq):
                 continue
             if not pages.pins.are_free(first, count):

@@ -40,6 +40,9 @@ class Pins:
     def up(self, first: int, count: int) -> None:
         """One more lease names these pages, all of which exist."""
         counts, end = self.counts, first + count
+        if count == 1 and (known := counts[first]) < FULL:
+            counts[first] = known + 1
+            return
         part = counts[first:end]
         if FULL not in part:
             counts[first:end] = part.translate(_UP)
@@ -65,6 +68,15 @@ class Pins:
                     continue
             self._down(first, count)
 
+    def down_each(self, pages: list[int]) -> None:
+        """One lease less names each of these pages."""
+        counts = self.counts
+        for page in pages:
+            if 0 < (known := counts[page]) < FULL:
+                counts[page] = known - 1
+            else:
+                self._down(page, 1)
+
     def _down(self, first: int, count: int) -> None:
         for page in range(first, first + count):
             more = self.beyond.get(page, 0)
@@ -86,19 +98,21 @@ class Pages:
         holders: the lease of a held page; the number of the quarantine of a quarantined one.
         places: the position, in its sequence, of a sealed page's first token; -1 if not known.
         roots: number of the cache identity it was sealed under.
+        is_mixed: whether there is more than one identity; ``roots`` are all 0 before.
         since: ``seq`` of the event that brought the page into its state.
         unlanded: pages sealed by a transfer whose bytes have not landed yet, with its number.
     """
 
     __slots__ = (
-        "epochs", "holders", "is_sized", "name", "pins", "places", "roots", "since", "state",
-        "total", "unlanded",
+        "epochs", "holders", "is_mixed", "is_sized", "name", "pins", "places", "roots", "since",
+        "state", "total", "unlanded",
     )  # fmt: skip
 
     def __init__(self, name: str, total: int | None) -> None:
         """Start with all pages free; None where the head does not state how many there are."""
         self.name = name
         self.is_sized = total is not None
+        self.is_mixed = False
         self.total = 0
         self.state = bytearray()
         self.pins = Pins(0)
@@ -132,6 +146,12 @@ class Pages:
     def are(self, first: int, count: int, epoch: int, state: int) -> bool:
         """Whether all pages of a run are of this epoch and in this state."""
         end = first + count
+        if count == 1:
+            return (
+                0 <= first < self.total
+                and self.state[first] == state
+                and self.epochs[first] == epoch
+            )
         return (
             first >= 0
             and count > 0
@@ -168,10 +188,12 @@ class Pages:
                 and 0 <= first < total
                 and states[first] == SEALED
                 and epochs[first] == epoch
-                and (known := counts[first]) < FULL
             ):
-                counts[first] = known + 1
-            elif self.are(first, count, epoch, SEALED):
+                if (known := counts[first]) < FULL:
+                    counts[first] = known + 1
+                else:
+                    self.pins.up(first, 1)
+            elif count > 1 and self.are(first, count, epoch, SEALED):
                 self.pins.up(first, count)
             else:
                 odd = [*odd, run]
@@ -180,7 +202,7 @@ class Pages:
     def reserve(self, runs: list[PageRun], lease: int, seq: int) -> list[PageRun]:
         """Give free pages to a lease, which pins them; return runs, not given, of others."""
         states, epochs, counts, total = self.state, self.epochs, self.pins.counts, self.total
-        odd = NO_RUNS
+        holders, since, odd = self.holders, self.since, NO_RUNS
         for run in runs:
             first, count, epoch = run
             if (
@@ -188,13 +210,15 @@ class Pages:
                 and 0 <= first < total
                 and states[first] == FREE
                 and epochs[first] == epoch
-                and (known := counts[first]) < FULL
             ):
-                counts[first] = known + 1
+                if (known := counts[first]) < FULL:
+                    counts[first] = known + 1
+                else:
+                    self.pins.up(first, 1)
                 states[first] = HELD
-                self.holders[first] = lease
-                self.since[first] = seq
-            elif self.are(first, count, epoch, FREE):
+                holders[first] = lease
+                since[first] = seq
+            elif count > 1 and self.are(first, count, epoch, FREE):
                 self.pins.up(first, count)
                 self.move(run, HELD, lease, seq)
             else:
@@ -204,7 +228,7 @@ class Pages:
     def seal(self, runs: list[PageRun], lease: int, seq: int) -> list[PageRun]:
         """Seal pages that a lease holds; return runs, not sealed, that it does not hold."""
         states, epochs, holders, total = self.state, self.epochs, self.holders, self.total
-        odd = NO_RUNS
+        since, odd = self.since, NO_RUNS
         for run in runs:
             first, count, epoch = run
             if (
@@ -215,34 +239,34 @@ class Pages:
                 and holders[first] == lease
             ):
                 states[first] = SEALED
-                holders[first] = 0
-                self.since[first] = seq
-            elif (
-                self.are(first, count, epoch, HELD)
-                and holders[first : first + count].count(lease) == count
-            ):
+                since[first] = seq
+            elif count > 1 and self.is_held_by(run, lease):
                 self.move(run, SEALED, 0, seq)
             else:
                 odd = [*odd, run]
         return odd
 
     def free(self, runs: list[PageRun], seq: int) -> list[PageRun]:
-        """Free sealed pages that no lease pins; return runs, not freed, of others."""
+        """Free held or sealed pages that no lease pins; return runs, not freed, of others."""
         states, epochs, counts, total = self.state, self.epochs, self.pins.counts, self.total
-        odd = NO_RUNS
+        odd, since = NO_RUNS, self.since
         for run in runs:
             first, count, epoch = run
             if (
                 count == 1
                 and 0 <= first < total
-                and states[first] == SEALED
+                and (states[first] == SEALED or states[first] == HELD)
                 and epochs[first] == epoch
                 and not counts[first]
             ):
                 states[first] = FREE
                 epochs[first] = epoch + 1
-                self.since[first] = seq
-            elif self.are(first, count, epoch, SEALED) and self.pins.are_free(first, count):
+                since[first] = seq
+            elif (
+                count > 1
+                and self.pins.are_free(first, count)
+                and (self.are(first, count, epoch, SEALED) or self.are(first, count, epoch, HELD))
+            ):
                 self.release(run, FREE, 0, seq)
             else:
                 odd = [*odd, run]
@@ -264,17 +288,59 @@ class Pages:
 
     def place(self, runs: list[PageRun], place: int, page_tokens: int, root: int) -> None:
         """Say where pages stand in their sequence, in order, and under which identity."""
-        places, roots = self.places, self.roots
+        places = self.places
         for first, count, _ in runs:
             if count == 1:
                 places[first] = place
-                roots[first] = root
             else:
-                end = first + count
                 stop = place + count * page_tokens
-                places[first:end] = range(place, stop, page_tokens)
-                roots[first:end] = [root] * count
+                places[first : first + count] = range(place, stop, page_tokens)
+            if self.is_mixed:
+                self.roots[first : first + count] = [root] * count
             place += count * page_tokens
+
+    def inherit(
+        self, runs: list[PageRun], source: "Pages", sources: list[PageRun]
+    ) -> tuple[int, int]:
+        """Pages get the places and identities of others, which are copied to them in this order.
+
+        Returns how many pages ``sources`` are, and how many ``runs``.
+        """
+        total, at = 0, 0
+        places: list[int] = []
+        for first, count, _ in sources:
+            places += source.places[first : first + count]
+            total += count
+        if self.is_mixed:
+            self._inherit_roots(runs, source, sources)
+        known, mine, end = len(places), self.places, self.total
+        for first, count, _ in runs:
+            if count == 1 and at < known and 0 <= first < end:
+                mine[first] = places[at]
+            elif at + count <= known and self.has(first, count):
+                mine[first : first + count] = places[at : at + count]
+            at += count
+        return total, at
+
+    def _inherit_roots(self, runs: list[PageRun], source: "Pages", sources: list[PageRun]) -> None:
+        at, roots = (
+            0,
+            [r for first, count, _ in sources for r in source.roots[first : first + count]],
+        )
+        for first, count, _ in runs:
+            if at + count <= len(roots) and self.has(first, count):
+                self.roots[first : first + count] = roots[at : at + count]
+            at += count
+
+    def is_held_by(self, run: PageRun, lease: int) -> bool:
+        """Whether a lease holds all pages of a run, which are of its epoch."""
+        first, count, epoch = run
+        holders = self.holders
+        return self.are(first, count, epoch, HELD) and (
+            holders[first] == lease
+            if count == 1
+            else holders[first : first + count].count(lease) == count
+        )
 
     def are_placed(self, first: int, count: int, place: int, page_tokens: int) -> bool:
         """Whether the pages of a run stand one behind the other from ``place`` on."""

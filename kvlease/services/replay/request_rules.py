@@ -3,6 +3,7 @@
 from typing import final
 
 from kvlease.protocols.events import (
+    PageRun,
     RequestAdmitted,
     RequestFailed,
     RequestFinished,
@@ -11,7 +12,6 @@ from kvlease.protocols.events import (
 )
 from kvlease.services.replay.lease_rules import LeaseRules
 from kvlease.services.replay.page_rules import name_of
-from kvlease.services.replay.pages import SEALED
 from kvlease.services.replay.state import RequestState, SequenceState, World
 
 GRACE_NS = 5_000_000_000
@@ -55,29 +55,29 @@ class RequestRules:
         record.admitted = event.seq
         record.root = self._world.root_of(event.identity)
         lease = self._world.sequences.get(record.lease)
-        if lease is not None and (lease.depends is not None or len(self._world.roots) > 1):
-            self._check_prefix(lease, record.root, event.seq)
+        if lease is None:
+            return
+        if len(self._world.roots) > 1:
+            for first, count, _ in lease.prefix:
+                self._check_root(lease, first, count, record.root, event.seq)
+        # What was sealed then was looked at when the lease was opened.
+        if lease.arriving is not None:
+            self._check_arriving(lease, lease.arriving, event.seq)
 
-    def _check_prefix(self, lease: SequenceState, root: int, seq: int) -> None:
-        pages, page_tokens, place = lease.pages, self._world.head.page_tokens, 0
-        for run in lease.runs():
-            first, count, _ = run
-            if place >= lease.base * page_tokens:
-                break
-            end = first + count
-            if pages.roots[first:end].count(root) != count:
-                self._other_root(lease, first, count, root, seq)
-            # What was sealed then was looked at when the lease was opened.
-            if pages.state.count(SEALED, first, end) != count and not pages.are_placed(
-                first, count, place, page_tokens
-            ):
+    def _check_arriving(
+        self, lease: SequenceState, arriving: list[tuple[PageRun, int]], seq: int
+    ) -> None:
+        pages, page_tokens = lease.pages, self._world.head.page_tokens
+        for run, place in arriving:
+            if not pages.are_placed(run[0], run[1], place, page_tokens):
                 self._lease_rules.misplaced(lease, pages, run, place, seq)
-            place += count * page_tokens
 
-    def _other_root(
+    def _check_root(
         self, lease: SequenceState, first: int, count: int, root: int, seq: int
     ) -> None:
         pages = lease.pages
+        if pages.roots[first : first + count].count(root) == count:
+            return
         for page in range(first, first + count):
             if pages.roots[page] != root and pages.places[page] >= 0:
                 what = (
@@ -123,7 +123,8 @@ class RequestRules:
 
     def _accounts(self, record: RequestState, event: RequestFinished | RequestFailed) -> list[str]:
         """Return what does not add up."""
-        usage, wrong = event.usage, list[str]()
+        usage = event.usage
+        wrong: list[str] = []
         if usage.prompt != record.prompt:
             wrong.append(f"was submitted with {record.prompt} tokens and ended with {usage.prompt}")
         buckets = (

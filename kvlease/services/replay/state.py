@@ -17,7 +17,7 @@ from kvlease.protocols.events import (
     TransferPlan,
 )
 from kvlease.services.replay.findings import Findings
-from kvlease.services.replay.pages import Pages
+from kvlease.services.replay.pages import NO_RUNS, Pages
 
 MAX_LIMBO = 1024
 """Settled transfers that are kept because some of their bytes have not landed yet."""
@@ -176,8 +176,9 @@ class SequenceState:
 
     Attributes:
         seq: where it was opened.
-        batches: all its pages in table order, as the runs of the events that named them.
-        own: pages that it reserved, in table order behind ``base`` pages that it was opened with.
+        prefix: the ``base`` pages that it was opened with, in table order.
+        arriving: runs of them that were not all sealed then, each with its position.
+        own: pages that it reserved, in table order behind the prefix.
         floor, limit: positions between which it may write rows.
         written: position up to which published steps have written without a hole.
         whole: the latest step whose ``step.read`` names it with all layers.
@@ -189,9 +190,9 @@ class SequenceState:
     """
 
     __slots__ = (
-        "base", "batches", "depends", "floor", "has_begun", "id", "is_plain", "is_shared", "last",
-        "limit", "mask", "own", "pages", "published", "read", "read_seq", "record", "request",
-        "seq", "tail", "whole", "written",
+        "arriving", "base", "depends", "floor", "has_begun", "id", "is_plain", "is_shared", "last",
+        "limit", "mask", "own", "pages", "prefix", "published", "read", "read_seq", "record",
+        "request", "seq", "tail", "whole", "written",
     )  # fmt: skip
 
     def __init__(self, event: LeaseOpen, pages: Pages) -> None:
@@ -201,7 +202,8 @@ class SequenceState:
         self.is_shared = event.mode == "shared"
         self.seq = event.seq
         self.request = event.request
-        self.batches: list[list[PageRun]] = []
+        self.prefix = NO_RUNS
+        self.arriving: list[tuple[PageRun, int]] | None = None
         self.record: RequestState | None = None
         self.own: list[int] = []
         self.base = self.floor = self.limit = self.written = 0
@@ -212,7 +214,7 @@ class SequenceState:
 
     def runs(self) -> Iterator[PageRun]:
         """Yield its pages in table order."""
-        return chain.from_iterable(self.batches)
+        return chain(self.prefix, ((page, 1, 0) for page in self.own))
 
 
 @final
@@ -323,4 +325,9 @@ class World:
 
     def root_of(self, identity: str) -> int:
         """Return the number of a cache identity; an empty one is the head's."""
-        return self.roots.setdefault(identity, len(self.roots)) if identity else 0
+        if not identity or identity in self.roots:
+            return self.roots.get(identity, 0)
+        for pages in self.tiers.values():
+            pages.is_mixed = True
+        self.roots[identity] = len(self.roots)
+        return self.roots[identity]

@@ -42,16 +42,19 @@ class StepRules:
 
     def read(self, event: StepRead) -> None:
         """A step tells what it opened, and after which line each opening came."""
-        sequences, step, seq, num_layers = self._sequences, event.step, event.seq, self._num_layers
+        step, seq, num_layers = event.step, event.seq, self._num_layers
+        lease_of = self._sequences.get
         for opening in event.opens:
-            lease = sequences.get(opening.lease)
+            lease = lease_of(opening.lease)
             if lease is None:
                 self._unopened(opening.lease, step, seq)
                 continue
             if opening.num_layers == num_layers and opening.layer == 0:
-                mask = self._every_layer
                 lease.whole = lease.read = step
                 lease.read_seq = seq
+                if lease.depends is None:
+                    continue
+                mask = self._every_layer
             else:
                 mask = self._partly(lease, opening, step, seq)
             if lease.depends is not None and mask:
@@ -92,9 +95,9 @@ class StepRules:
 
     def done(self, event: StepDone) -> None:
         """A step's tokens are published and its rows are final."""
-        sequences, read = self._sequences, event.read
+        lease_of, read = self._sequences.get, event.read
         for row in event.rows:
-            lease = sequences.get(row.lease)
+            lease = lease_of(row.lease)
             if lease is None:
                 self._unopened(row.lease, event.step, event.seq)
                 continue
@@ -102,10 +105,10 @@ class StepRules:
                 self._unread(lease, event, row)
             start = row.start
             end = start + row.count
-            if start < lease.floor or end > lease.limit:
-                self._outside(lease, event, row)
-            if start <= lease.written < end:
+            if lease.floor <= start == lease.written and end <= lease.limit:
                 lease.written = end
+            else:
+                self._written_elsewhere(lease, event, row)
             lease.published += row.published
             if not lease.is_plain:
                 self._look(lease, event, row)
@@ -147,6 +150,14 @@ class StepRules:
             "R1", what, (lease.seq, lease.read_seq, event.seq), request=row.request,
             lease=lease.id, step=event.step, layer=layer,
         )  # fmt: skip
+
+    def _written_elsewhere(self, lease: SequenceState, event: StepDone, row: Row) -> None:
+        """Take rows that do not follow those before, or that the lease had no room for."""
+        end = row.start + row.count
+        if row.start < lease.floor or end > lease.limit:
+            self._outside(lease, event, row)
+        if row.start <= lease.written < end:
+            lease.written = end
 
     def _outside(self, lease: SequenceState, event: StepDone, row: Row) -> None:
         """Rows outside the lease's own pages, or on those of them that are sealed."""

@@ -42,7 +42,9 @@ class TransferRules:
         self._transfers = world.transfers
         self._bundle = world.head.bundle
         self._num_layers = world.head.num_layers
+        self._every_layer = world.head.every_layer
         self.slowest: list[tuple[int, int, TransferState]] = []
+        self._least_ns = 0  # what a transfer has to take to be one of them
 
     def plan(self, event: TransferPlan) -> None:
         """A movement is planned, with both its ends held (R7), of whole bundles (R5)."""
@@ -130,26 +132,9 @@ class TransferRules:
     def _hand_on(self, event: TransferPlan) -> int:
         """Pages keep their place and their identity when they move; returns how many move."""
         source, target = self._tiers[event.source_tier], self._tiers[event.destination_tier]
-        if len(event.source) == len(event.destination) == 1:
-            (start, count, _), (to, same, _) = event.source[0], event.destination[0]
-            if count == same and target.has(to, count):
-                target.places[to : to + count] = source.places[start : start + count]
-                target.roots[to : to + count] = source.roots[start : start + count]
-                return count
-        places: list[int] = []
-        roots: list[int] = []
-        total = sum([count for _, count, _ in event.source])
-        for first, count, _ in event.source:
-            places += source.places[first : first + count]
-            roots += source.roots[first : first + count]
-        at = 0
-        for first, count, _ in event.destination:
-            if at + count <= len(places) and target.has(first, count):
-                target.places[first : first + count] = places[at : at + count]
-                target.roots[first : first + count] = roots[at : at + count]
-            at += count
-        if at != total:
-            what = f"transfer {event.transfer} moves {total} pages to {at}"
+        total, moved = target.inherit(event.destination, source, event.source)
+        if moved != total:
+            what = f"transfer {event.transfer} moves {total} pages to {moved}"
             self._findings.violate("R7", what, (event.seq,), transfer=event.transfer)
         return total
 
@@ -198,27 +183,27 @@ class TransferRules:
             )
             self._not_held(event, event.reader, what, 0)
 
-    def _known(self, number: int, seq: int, doing: str) -> TransferState | None:
-        transfer = self._transfers.get(number)
-        if transfer is not None and transfer.planned:
-            return transfer
+    def _unplanned(self, number: int, seq: int, doing: str) -> None:
         if not self._world.is_lossy:
             what = f"transfer {number} {doing}, and no plan of it is open"
             self._findings.violate("R14", what, (seq,), transfer=number)
-        return None
 
     def record(self, event: TransferRecord) -> None:
         """Readers may be ordered behind these layers from now on."""
-        transfer = self._known(event.transfer, event.seq, "was recorded")
-        if transfer is None:
+        seq, transfer = event.seq, self._transfers.get(event.transfer)
+        if transfer is None or not transfer.planned:
+            self._unplanned(event.transfer, seq, "was recorded")
             return
-        assert transfer.bundle is not None, "a planned transfer has one"
-        mask, recorded, seq = transfer.bundle.layer_mask, transfer.recorded, event.seq
         first, count = event.layers
-        for layer in range(max(0, first), first + count):
-            if mask >> layer & 1 and (
-                not event.components or self._all(transfer, layer, event.components, "record")
-            ):
+        if count == 1 and 0 <= first < self._num_layers and not event.components:
+            transfer.recorded[first] = seq
+            return
+        recorded = transfer.recorded
+        if count == self._num_layers and first == 0 and not event.components:
+            recorded[:] = [seq] * count
+            return
+        for layer in range(max(0, first), min(first + count, self._num_layers)):
+            if not event.components or self._all(transfer, layer, event.components, "record"):
                 recorded[layer] = seq
 
     def _all(self, transfer: TransferState, layer: int, names: list[str], what: str) -> bool:
@@ -233,21 +218,23 @@ class TransferRules:
 
     def layer_done(self, event: TransferLayerDone) -> None:
         """The bytes of these layers are true, the completion says."""
-        seq = event.seq
-        transfer = self._known(event.transfer, seq, "had layers done")
-        if transfer is None:
+        seq, transfer = event.seq, self._transfers.get(event.transfer)
+        if transfer is None or not transfer.planned:
+            self._unplanned(event.transfer, seq, "had layers done")
             return
-        bundle = transfer.bundle
+        bundle, plan = transfer.bundle, transfer.plan
         assert bundle is not None, "a planned transfer has one"
-        first, count = event.layers
-        planned, tails = 0, 0 if transfer.plan is None else transfer.plan.tails
-        for layer in range(max(0, first), first + count):
+        assert plan is not None
+        (first, count), planned = event.layers, 0
+        layers = range(max(0, first), first + count) if count != 1 or first < 0 else (first,)
+        for layer in layers:
             if not bundle.layer_mask >> layer & 1 or (
                 event.components and not self._all(transfer, layer, event.components, "done")
             ):
                 continue
             planned += transfer.num_pages * bundle.span_nbytes[layer]
-            planned += tails * bundle.tail_nbytes[layer]
+            if plan.tails:
+                planned += plan.tails * bundle.tail_nbytes[layer]
             transfer.done[layer] = transfer.latest = seq
             transfer.done_mask |= 1 << layer
             if not transfer.recorded[layer]:
@@ -274,22 +261,30 @@ class TransferRules:
 
     def done(self, event: TransferDone) -> None:
         """Everything planned is true, the completion says."""
-        seq = event.seq
-        transfer = self._known(event.transfer, seq, "was done")
-        if transfer is None:
+        seq, transfer = event.seq, self._transfers.get(event.transfer)
+        if transfer is None or not transfer.planned:
+            self._unplanned(event.transfer, seq, "was done")
             return
-        planned = 0 if transfer.plan is None else transfer.plan.nbytes
-        if event.nbytes < planned:
-            self._short(transfer, None, event.nbytes, planned, seq)
-        bundle = transfer.bundle
-        if bundle is not None and transfer.done_mask != bundle.layer_mask:
+        bundle, plan = transfer.bundle, transfer.plan
+        assert bundle is not None, "a planned transfer has one"
+        assert plan is not None
+        if event.nbytes < plan.nbytes:
+            self._short(transfer, None, event.nbytes, plan.nbytes, seq)
+        if transfer.done_mask != bundle.layer_mask:
+            self._rest_done(transfer, bundle.layer_mask, seq)
+        self._end_of(transfer, plan, "done", seq, event.t_ns)
+
+    def _rest_done(self, transfer: TransferState, mask: int, seq: int) -> None:
+        """Take the layers in ``mask`` as done that nothing was told of."""
+        if not transfer.done_mask and mask == self._every_layer and 0 not in transfer.recorded:
+            transfer.done = [seq] * self._num_layers  # as a store goes: no layer was told apart
+        else:
             for layer in range(self._num_layers):
-                if bundle.layer_mask >> layer & 1 and not transfer.done[layer]:
+                if mask >> layer & 1 and not transfer.done[layer]:
                     transfer.done[layer] = seq
                     if not transfer.recorded[layer]:
                         self._unrecorded(transfer, layer, seq)
-            transfer.done_mask = bundle.layer_mask
-        self._end_of(transfer, "done", seq, event.t_ns)
+        transfer.done_mask = mask
 
     def fail(self, event: TransferFail) -> None:
         """It ends without all its bytes."""
@@ -304,26 +299,36 @@ class TransferRules:
         self._ended(event, "late")
 
     def _ended(self, event: TransferFail | TransferRevoke | TransferLate, how: str) -> None:
-        transfer = self._known(event.transfer, event.seq, f"ended ({how})")
-        if transfer is not None:
-            self._end_of(transfer, how, event.seq, event.t_ns)
+        transfer = self._transfers.get(event.transfer)
+        if transfer is None or transfer.plan is None:
+            self._unplanned(event.transfer, event.seq, f"ended ({how})")
+            return
+        self._end_of(transfer, transfer.plan, how, event.seq, event.t_ns)
 
-    def _end_of(self, transfer: TransferState, how: str, seq: int, t_ns: int) -> None:
+    def _end_of(
+        self, transfer: TransferState, plan: TransferPlan, how: str, seq: int, t_ns: int
+    ) -> None:
         if transfer.ended:
             what = f"transfer {transfer.id} ended twice: {transfer.ended}, {how}"
             self._findings.violate("R14", what, (transfer.end, seq), transfer=transfer.id)
             return
-        transfer.ended, transfer.end = how, seq
-        transfer.latest = seq
-        planned_ns = t_ns if transfer.plan is None else transfer.plan.t_ns
-        took = t_ns - planned_ns, transfer.id, transfer
-        if len(self.slowest) < NUM_SLOWEST:
-            heapq.heappush(self.slowest, took)
-        elif took > self.slowest[0]:
-            heapq.heapreplace(self.slowest, took)
-        plan = transfer.plan
-        if plan is None or plan.destination_lease not in self._ends:
+        transfer.ended = how
+        transfer.end = transfer.latest = seq
+        took_ns = t_ns - plan.t_ns
+        if took_ns >= self._least_ns:
+            self._slow(transfer, took_ns)
+        if plan.destination_lease not in self._ends:
             self._openings.dismiss(transfer)
+
+    def _slow(self, transfer: TransferState, took_ns: int) -> None:
+        """Keep one of the slowest so far."""
+        slowest, took = self.slowest, (took_ns, transfer.id, transfer)
+        if len(slowest) < NUM_SLOWEST:
+            heapq.heappush(slowest, took)
+        else:
+            heapq.heappushpop(slowest, took)
+        if len(slowest) == NUM_SLOWEST:
+            self._least_ns = slowest[0][0]
 
     def landed(self, event: TransferLanded) -> None:
         """The bytes are really there: not after their room was given back (R6)."""
