@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from kvlease.errors import BadInput, OperatingError
+from kvlease.services.lab.explore_options import ExploreOptions
 from kvlease.services.options import (
     CommonOptions,
     DoctorOptions,
@@ -22,6 +23,7 @@ from kvlease.services.options import (
     RunOptions,
 )
 from kvlease.services.parser import build_parser
+from kvlease.services.race_options import RaceOptions
 
 if TYPE_CHECKING:
     from kvlease.runtime.event_log import EventLog
@@ -188,6 +190,49 @@ def _replay(options: ReplayOptions) -> int:
     return OK if replay(options, Console()) else WRONG
 
 
+def _race(options: RaceOptions) -> int:
+    import trio
+    from rich.console import Console
+
+    from kvlease.services.progress import open_reporter
+    from kvlease.services.race_command import race
+    from kvlease.services.race_table import foot_lines, table_lines
+    from kvlease.services.report import write_json
+
+    with open_reporter(Console(stderr=True)) as reporter:
+        outcome = trio.run(partial(race, options, reporter))
+    for complaint in outcome.complaints:
+        _say(complaint)
+    print("\n".join([*table_lines(outcome.report.rows), "", *foot_lines(outcome.report)]))
+    if options.json is not None:
+        write_json(options.json, outcome.report)
+    return OK if outcome.is_right else WRONG
+
+
+def _explore(options: ExploreOptions) -> int:
+    from rich.console import Console
+
+    from kvlease.services.lab.explore_command import print_explore, run_explore
+    from kvlease.services.progress import open_reporter
+    from kvlease.services.report import write_json
+
+    with open_reporter(Console(stderr=True)) as reporter:
+        told = ""
+
+        def progress(name: str, count: int) -> None:
+            nonlocal told
+            if name != told:
+                told = name
+                reporter.begin(f"exploring {name}", options.schedules, "schedules")
+            reporter.advance(count)
+
+        report = run_explore(options, progress)
+    print_explore(report, Console())
+    if options.json is not None:
+        write_json(options.json, report)
+    return OK if report.is_clean else WRONG
+
+
 def _doctor(options: DoctorOptions) -> int:
     from rich.console import Console
 
@@ -218,6 +263,14 @@ def _dispatch(argv: Sequence[str] | None) -> int:
             if options.rerun:
                 _settle_threads(options.model)
             return _replay(options)
+        case RaceOptions():
+            _check_writable(options.json)
+            _settle_threads(None)
+            return _race(options)
+        case ExploreOptions():
+            _check_writable(options.json)
+            _settle_threads(None)
+            return _explore(options)
         case DoctorOptions():
             _check_writable(options.json)
             return _doctor(options)

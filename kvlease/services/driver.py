@@ -176,7 +176,7 @@ class Driver:
         history = b""
         for number, turn in enumerate(session.turns, 1):
             await trio.sleep(turn.pause_s)
-            prompt = history + turn.added
+            prompt = turn.added if turn.is_whole else history + turn.added
             answer = await self._turn(session, number, prompt, turn)
             if self.follower is not None:
                 self.follower.turn_ended(self.tally)

@@ -16,6 +16,7 @@ from kvlease.services.options import (
     add_json,
     common_of,
 )
+from kvlease.services.race_options import RACE, RACE_EXAMPLES, add_race, race_options
 from kvlease.version import __version__
 
 _ABOUT = """\
@@ -27,6 +28,7 @@ first steps:
   kvlease run --verify --sessions 16      serve 16 agent sessions, check every answer
   kvlease generate --text "Hello"         one answer from the embedded model
   kvlease replay run.kvlog                judge the event log of a run (--log FILE)
+  kvlease race                            see the bug that this ends, and that it is ended
   kvlease doctor                          what this machine can do
 
 `kvlease COMMAND --help` lists a command's options. Exit status: 0 all is well,
@@ -215,6 +217,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_replay(replay)
     replay.set_defaults(options=_replay_options)
+    race = commands.add_parser(
+        "race",
+        help="show what the gate is for: with it, and with completions that lie",
+        description=RACE,
+        epilog=RACE_EXAMPLES,
+        formatter_class=plain,
+        allow_abbrev=False,
+    )
+    add_race(race)
+    race.set_defaults(options=race_options)
     doctor = commands.add_parser(
         "doctor",
         help="what this machine can do, and which optional parts are installed",

@@ -40,19 +40,20 @@ class Reporter:
         self._clock = clock
         self._task: TaskID | None = None
         self._phase = ""
+        self._unit = ""
         self._total = 0
         self._started_s = self._last_line_s = 0.0
 
-    def begin(self, phase: str, total: int) -> None:
-        """Start a phase of ``total`` turns, ending the one before."""
-        self._phase, self._total = phase, total
+    def begin(self, phase: str, total: int, unit: str = "turns") -> None:
+        """Start a phase of ``total`` turns, or of another unit, ending the one before."""
+        self._phase, self._total, self._unit = phase, total, unit
         self._started_s = self._last_line_s = self._clock()
         if self._bar is not None:
             if self._task is not None:
                 self._bar.remove_task(self._task)
             self._task = self._bar.add_task(phase, total=total, note="")
         else:
-            self._line(f"{phase}: {total:,} turns")
+            self._line(f"{phase}: {total:,} {unit}")
 
     def turn_ended(self, tally: Tally) -> None:
         """Show the tally of a run under way."""
@@ -64,7 +65,7 @@ class Reporter:
         self._show(done, note)
 
     def advance(self, done: int) -> None:
-        """Show that ``done`` turns of the phase are over."""
+        """Show that so many of the phase's units are over."""
         self._show(done, "")
 
     def say(self, line: str) -> None:
@@ -80,7 +81,7 @@ class Reporter:
             self._last_line_s = now
             comma = ", " if note else ""
             self._line(
-                f"{self._phase}: {done:,} of {self._total:,} turns{comma}{note}, "
+                f"{self._phase}: {done:,} of {self._total:,} {self._unit}{comma}{note}, "
                 f"{now - self._started_s:.0f} s"
             )
 

@@ -108,9 +108,10 @@ def _prepare(options: RunOptions) -> _Workload:
     return _Workload(options, list(read_trace(options.trace, options.limit, options.scale)))
 
 
-def _report(
+def report_of(
     tally: Tally, mismatches: Sequence[Mismatch] | None, statistics: "Statistics", wall_s: float
 ) -> RunReport:
+    """Put a run's figures together; ``mismatches`` is None where nothing was compared."""
     counters = statistics.counters
     return RunReport(
         sessions=tally.sessions,
@@ -193,4 +194,4 @@ async def run(
         complaints += [f"corrupt: {mismatch}" for mismatch in mismatches]
     if statistics.ledger_error is not None:
         complaints.append(f"ledger: {statistics.ledger_error}")
-    return RunOutcome(_report(driver.tally, mismatches, statistics, wall_s), tuple(complaints))
+    return RunOutcome(report_of(driver.tally, mismatches, statistics, wall_s), tuple(complaints))

@@ -37,6 +37,7 @@ class Turn:
 
     Attributes:
         added: tokens behind the previous prompt and answer; the opening, in the first turn.
+        is_whole: ``added`` is the whole prompt, whatever was asked and answered before.
         sampling: how the answer is drawn.
         pause_s: seconds between the previous answer and this request (the tool's run time).
     """
@@ -44,6 +45,7 @@ class Turn:
     added: Tokens
     sampling: SamplingParams
     pause_s: float = 0.0
+    is_whole: bool = False
 
 
 @frozen
