@@ -18,7 +18,7 @@ import msgspec
 from kvlease.errors import BadInput
 from kvlease.protocols.events import SCHEMA_VERSION, AnyEvent, Event, LogOpen
 
-BLOCK_BYTES = 1 << 16
+BLOCK_BYTES = 1 << 14
 """Read and decoded at once: few enough events that their memory stays in the processor's caches."""
 
 Block: TypeAlias = tuple[int, list[Event]]

@@ -225,21 +225,23 @@ class TransferRules:
         bundle, plan = transfer.bundle, transfer.plan
         assert bundle is not None, "a planned transfer has one"
         assert plan is not None
-        (first, count), planned = event.layers, 0
-        layers = range(max(0, first), first + count) if count != 1 or first < 0 else (first,)
-        for layer in layers:
-            if not bundle.layer_mask >> layer & 1 or (
-                event.components and not self._all(transfer, layer, event.components, "done")
+        first, count = event.layers
+        planned, components = 0, event.components
+        is_single = count == 1 and first >= 0  # as a rule, and then no range is made
+        for layer in (first,) if is_single else range(max(0, first), first + count):
+            bit = 1 << layer
+            if not bundle.layer_mask & bit or (
+                components and not self._all(transfer, layer, components, "done")
             ):
                 continue
             planned += transfer.num_pages * bundle.span_nbytes[layer]
             if plan.tails:
                 planned += plan.tails * bundle.tail_nbytes[layer]
             transfer.done[layer] = transfer.latest = seq
-            transfer.done_mask |= 1 << layer
+            transfer.done_mask |= bit
             if not transfer.recorded[layer]:
                 self._unrecorded(transfer, layer, seq)
-        if event.nbytes < planned and not event.components:
+        if event.nbytes < planned and not components:
             self._short(transfer, first, event.nbytes, planned, seq)
 
     def _unrecorded(self, transfer: TransferState, layer: int, seq: int) -> None:
