@@ -52,6 +52,7 @@ def row(report: RaceReport, *, host: bool, gate: str, sessions: int) -> RaceRow:
     return found
 
 
+@pytest.mark.slow
 def test_the_gate_holds_and_pays_for_itself(logs: Path) -> None:
     """Nothing corrupt, early or hung where it is whole; restores beat computing again."""
     outcome = raced(logs)

@@ -115,7 +115,8 @@ class KillActor(msgspec.Struct, frozen=True, tag="kill"):
     Attributes:
         actor: loader, scheduler, prefill or decode.
         message: which of its messages, counted from 1 over all its lives.
-        in_hand: die at work on it: a loader as it launches copies, a worker in its model.
+        in_hand: die at work instead: a loader as it launches a group of copies, a worker in its
+            model. Then ``message`` counts groups, or steps.
     """
 
     actor: str
