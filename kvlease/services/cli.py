@@ -22,6 +22,7 @@ from kvlease.services.options import (
     ReplayOptions,
     RunOptions,
 )
+from kvlease.services.outputs import check_apart, check_writable
 from kvlease.services.parser import build_parser
 from kvlease.services.race_options import RaceOptions
 
@@ -58,39 +59,20 @@ def _judge(error: BaseException) -> int:
     return BAD_INPUT if bad is not None else WRONG
 
 
-def _check_writable(path: str | None) -> None:
-    """Refuse a result file that could not be written, before the work and not after it."""
-    if path is None:
-        return
-    folder = Path(path).absolute().parent
-    if not folder.is_dir():
-        raise BadInput(f"cannot write {path}: the folder {folder} does not exist")
-    if Path(path).is_dir():
-        raise BadInput(f"cannot write {path}: it is a folder")
-    if not os.access(folder, os.W_OK):
-        raise BadInput(f"cannot write {path}: the folder is read-only")
-
-
-def _check_apart(options: ReplayOptions) -> None:
+def _check_replay(options: ReplayOptions) -> None:
     """Refuse files that could not be written, or that would take the place of another."""
-    taken = {"LOG": options.log}
     written = {"--json": options.json, "--html": options.html, "--perfetto": options.perfetto}
-    for flag, path in written.items():
-        _check_writable(path)
-        for other, name in taken.items():
-            if path is not None and Path(path).absolute() == Path(name).absolute():
-                raise BadInput(f"{other} and {flag} both name {path}; give each a file of its own")
-        if path is not None:
-            taken[flag] = path
+    for path in written.values():
+        check_writable(path)
+    check_apart({"LOG": options.log, **written})
 
 
 def _check(options: RunOptions | GenerateOptions) -> None:
     """Refuse what can be refused before anything is opened."""
     common = options.common
-    _check_writable(common.json)
-    _check_writable(common.log)
-    if common.log is not None and common.log == common.json:
-        raise BadInput(f"--log and --json both name {common.log}; give each a file of its own")
+    check_writable(common.json)
+    check_writable(common.log)
+    check_apart({"--log": common.log, "--json": common.json})
     if common.model is not None and not Path(common.model).is_dir():
         raise BadInput(f"--model {common.model} is no folder; give one with a config.json")
     options.config()
@@ -101,16 +83,18 @@ def _open_log(common: CommonOptions) -> "Generator[EventLog, None, None]":
     """Open the log for a command; wrong input leaves none behind, and an older log as it was."""
     from kvlease.runtime.event_log import open_event_log
 
-    path = None if common.log is None else Path(common.log)
+    path = None if common.log is None else Path(common.log).resolve()
     older = _set_aside(path) if path is not None and path.is_file() else None
     try:
         with open_event_log(common.log, common.log_level) as log:
             yield log
     except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
-        if path is not None and any(isinstance(leaf, BadInput) for leaf in _leaves(error)):
-            path.unlink(missing_ok=True)
+        is_refused = any(isinstance(leaf, BadInput) for leaf in _leaves(error))
+        if is_refused and path is not None:
             if older is not None:
                 older.replace(path)
+            elif path.is_file():  # and not a device, which is not ours to remove
+                path.unlink()
         raise
     finally:
         if older is not None:
@@ -118,8 +102,11 @@ def _open_log(common: CommonOptions) -> "Generator[EventLog, None, None]":
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename an older log until it is clear that the new run begins; return its other name."""
-    older = path.with_name(f"{path.name}.older")
+    """Rename an older log until it is clear that the new run begins; return its other name.
+
+    That name has the process in it, so that it is nobody else's file.
+    """
+    older = path.with_name(f"{path.name}.{os.getpid()}.older")
     try:
         return path.replace(older)
     except OSError as error:
@@ -259,33 +246,52 @@ def _dispatch(argv: Sequence[str] | None) -> int:
             _settle_threads(options.common.model)
             return _generate(options)
         case ReplayOptions():
-            _check_apart(options)
+            _check_replay(options)
             if options.rerun:
                 _settle_threads(options.model)
             return _replay(options)
         case RaceOptions():
-            _check_writable(options.json)
+            check_writable(options.json)
             _settle_threads(None)
             return _race(options)
         case ExploreOptions():
-            _check_writable(options.json)
+            check_writable(options.json)
             _settle_threads(None)
             return _explore(options)
         case DoctorOptions():
-            _check_writable(options.json)
+            check_writable(options.json)
             return _doctor(options)
         case _:
             raise AssertionError(f"no command takes {options!r}")
 
 
+def _open_standard_streams() -> None:
+    """Put the null device where a stream was closed before us, which Python shows as None."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open until the end
+
+
+def _drop_output() -> None:
+    """Keep the interpreter from complaining at its exit about output that nobody takes."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit status; arguments default to the process's own."""
+    _open_standard_streams()
     try:
         status = _dispatch(argv)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of our output has gone; keep the interpreter from complaining at its exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # its reader has gone
+        return WRONG
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        # Opening a file names it: this is a write to what was open all the time, our output.
+        _drop_output()
+        _say(f"cannot write the output: {error.strerror or error}")
         return WRONG
     except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
         return _judge(error)

@@ -8,7 +8,12 @@ from rich.console import Console
 
 from kvlease.services.options import ReplayOptions
 from kvlease.services.replay.checker import check_log
-from kvlease.services.replay.page_files import need_a_file, save_page, save_trace
+from kvlease.services.replay.page_files import (
+    is_read_again,
+    need_a_file,
+    save_page,
+    save_trace,
+)
 from kvlease.services.replay.reader import texts_of
 from kvlease.services.replay.report import lines_shown, print_rerun, print_verdict
 from kvlease.services.replay.verdict import RerunReport
@@ -37,7 +42,8 @@ def replay(options: ReplayOptions, console: Console) -> bool:
         save_page(options.log, options.html, verdict)
     if options.perfetto is not None:
         save_trace(options.log, options.perfetto, verdict)
-    print_verdict(verdict, texts_of(options.log, lines_shown(verdict)), console)
+    shown = lines_shown(verdict) if is_read_again(options.log) else set[int]()
+    print_verdict(verdict, texts_of(options.log, shown), console)
     if again is not None:
         print_rerun(again, console)
     return verdict.verdict == "clean" and (again is None or not again.different)

@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kvlease.errors import BadInput
+from kvlease.services.outputs import whole_file
 
 
 class TierTokens(msgspec.Struct, frozen=True):
@@ -166,8 +166,5 @@ def write_json(path: str, value: object) -> None:
         BadInput: the file cannot be written.
     """
     body = msgspec.json.format(msgspec.json.encode(value), indent=2)
-    try:
-        with open(path, "wb") as file:
-            file.write(body + b"\n")
-    except OSError as error:
-        raise BadInput(f"cannot write {path}: {error.strerror or error}") from error
+    with whole_file(path) as file:
+        file.write(body + b"\n")

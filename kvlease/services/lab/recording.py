@@ -116,12 +116,12 @@ def read_recording(path: str) -> Recording:
     with open_log(path) as log:
         for line, events in log.blocks():
             for number, event in enumerate(events, line):
-                if isinstance(event, LogOpen):
+                if recording is None and isinstance(event, LogOpen):
                     recording = Recording(event)
-                if isinstance(event, LogGap | BrokenLine | UnknownEvent):
+                if event.seq != number or isinstance(event, LogGap | BrokenLine | UnknownEvent):
                     raise BadInput(
-                        f"line {number} of {path} cannot be run again: events were lost there, or"
-                        " are of a kind that this version does not know"
+                        f"line {number} of {path} cannot be run again: events were lost or are out"
+                        " of order there, or are of a kind that this version does not know"
                     )
                 assert recording is not None, "the reader checks that the head comes first"
                 recording.events.append(event)

@@ -56,14 +56,17 @@ def rerun(path: str, model: Path | ModelRunner | None = None) -> RerunReport:
     """
     recording = read_recording(path)
     setup = _set_up(recording, model)
-    again = _run(recording, setup)
+    numbers: dict[int, int] = {}
+    again = _run(recording, setup, numbers)
     answers = {
         event.request: event.answer if isinstance(event, RequestFinished) else "failed"
         for event in again
         if isinstance(event, RequestFinished | RequestFailed)
     }
     different = [
-        request for request, answer in recording.answers.items() if answers.get(request) != answer
+        request
+        for request, answer in recording.answers.items()
+        if answers.get(numbers.get(request, 0)) != answer
     ]
     compare = _first_in_order if setup.is_exact else _first_by_actor
     return RerunReport(
@@ -99,7 +102,8 @@ def _set_up(recording: Recording, model: Path | ModelRunner | None) -> _Setup:
     return _Setup(runner, config, spec, faults, head.ports is not None)
 
 
-def _run(recording: Recording, setup: _Setup) -> list[Event]:
+def _run(recording: Recording, setup: _Setup, numbers: dict[int, int]) -> list[Event]:
+    """Return the events of the run; ``numbers`` gets what it calls each recorded request."""
     events: list[Event] = []
 
     async def main() -> None:
@@ -108,7 +112,7 @@ def _run(recording: Recording, setup: _Setup) -> list[Event]:
         timing = None if setup.is_exact else RecordedTiming(recording, setup.spec)
         device = SimulatedDevice(setup.model, setup.spec, log, setup.faults, timing)
         async with open_engine(device.runner, setup.config, log=log, ports=device.ports) as engine:
-            await _serve(engine, recording)
+            await _serve(engine, recording, numbers)
         log.close()
 
     ran = run_scheduled(main, Replay({}), _MAX_STEPS)
@@ -117,7 +121,7 @@ def _run(recording: Recording, setup: _Setup) -> list[Event]:
     return events
 
 
-async def _serve(engine: Engine, recording: Recording) -> None:
+async def _serve(engine: Engine, recording: Recording, numbers: dict[int, int]) -> None:
     """Ask what was asked, when it was asked, and stay until the engine was closed."""
     offset = 0.0 if recording.head.ports is not None else recording.head.t_ns / 1e9
 
@@ -127,6 +131,7 @@ async def _serve(engine: Engine, recording: Recording) -> None:
         with trio.CancelScope(deadline=deadline):
             try:
                 async with engine.generate(arrival.prompt, arrival.params) as stream:
+                    numbers[arrival.request] = stream.request.id
                     await stream.drain()
             except KVLeaseError:
                 pass  # its end is in the log, to be compared
