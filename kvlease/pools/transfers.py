@@ -237,7 +237,7 @@ class Transfers:
 
     def _check_whole(self, planned: PlannedTransfer) -> None:
         """Refuse a plan that leaves out a component of what it moves, or adds one (R5)."""
-        moved = {(order.layer, order.component) for order in planned.copies}
+        moved = frozenset((order.layer, order.component) for order in planned.copies)
         whole = self._parts[bool(planned.source), bool(planned.tails)]
         if moved != whole:
             odd = sorted(moved ^ whole)
