@@ -11,7 +11,7 @@ from typing import final
 
 import trio
 
-from kvlease.errors import InternalError, TransferFailed, UsageError
+from kvlease.errors import ActorClosed, InternalError, TransferFailed, UsageError
 from kvlease.pools.audit import Audit
 from kvlease.pools.unified import UnifiedPool
 from kvlease.protocols.ports import ModelRunner, SampledToken, Stream
@@ -47,8 +47,9 @@ class StepWorker(Actor[StepOrder]):
         An error other than a failed transfer is reported and then raised to the supervisor.
         """
         async for order in self.mailbox:
-            scope = self._stream.scope()
+            scope = self._stream  # until the order has a scope of its own
             try:
+                scope = self._stream.scope()
                 tokens = await self._forward(order, scope)
             except TransferFailed as error:
                 await self._discard(order, scope, error)
@@ -101,8 +102,9 @@ class StepWorker(Actor[StepOrder]):
     async def _discard(self, order: StepOrder, scope: Stream, error: Exception | None) -> None:
         """Report a step that publishes nothing, once its launched work has really ended."""
         with trio.CancelScope(shield=True):
-            # A failure here is the scope's own: its work was skipped or has raised.
-            with suppress(TransferFailed):
+            # A failure here is the scope's own: its work was skipped or has raised. A stream that
+            # is closed has nothing of the step under way any more.
+            with suppress(TransferFailed, ActorClosed):
                 await scope.record().wait_done()
             order.lease.close()
             self._scheduler.send_nowait(StepEnded(order, None, error))

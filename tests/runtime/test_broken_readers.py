@@ -11,6 +11,8 @@ from kvlease.protocols.ports import CopyOrder
 from kvlease.runtime.assembly import EnginePorts
 from kvlease.runtime.engine import open_engine
 from kvlease.runtime.steps import StepWorker
+from kvlease.runtime.stream_scope import StreamScope
+from kvlease.runtime.streams import CpuStream
 from tests.runtime.test_engine import assert_whole, at_rest
 from tests.runtime.test_gate import make_host_only
 from tests.runtime.toy import (
@@ -87,3 +89,23 @@ async def test_failures_that_were_overcome_do_not_add_up(monkeypatch: pytest.Mon
         assert_whole(await at_rest(engine))
     monkeypatch.setattr(StepWorker, "_forward", forward)
     assert same(result, await COLD.answer(prompt_of(1, 20), params))
+
+
+async def test_a_step_whose_stream_gives_no_scope_is_reported_and_done_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """R9: the order in a worker's hand is reported whatever raises; its phase is never lost."""
+    scope, refusals = CpuStream.scope, [2]
+
+    def refuses(self: CpuStream) -> StreamScope:
+        if self.name == "compute" and refusals[0]:
+            refusals[0] -= 1
+            raise ConnectionError("no scope")
+        return scope(self)
+
+    monkeypatch.setattr(CpuStream, "scope", refuses)
+    async with open_engine(toy_model(), toy_config()) as engine:
+        with trio.fail_after(20):
+            result = await answer(engine, PROMPT, PARAMS)
+        assert same(result, await COLD.answer(PROMPT, PARAMS))
+        assert (await at_rest(engine)).counters.actor_restarts == 2
