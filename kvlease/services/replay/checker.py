@@ -244,7 +244,7 @@ class Checker:
         line_of = self._findings.lines.line_of
         return [
             SlowTransfer(
-                transfer=number,
+                transfer=transfer.id,
                 direction=transfer.plan.direction,
                 ended=transfer.ended,
                 ms=took / 1e6,
@@ -252,7 +252,7 @@ class Checker:
                 pages=transfer.num_pages,
                 lines=[line_of(transfer.planned), line_of(transfer.end)],
             )
-            for took, number, transfer in sorted(self._transfers.slowest, reverse=True)
+            for took, _, transfer in sorted(self._transfers.slowest, reverse=True)
             if transfer.plan is not None
         ]
 

@@ -27,7 +27,8 @@ NUM_SLOWEST = 10
 class TransferRules:
     """Follows ``transfer.*``; one method an event.
 
-    ``slowest`` is a heap of (nanoseconds, number, transfer).
+    ``slowest`` is a heap of (nanoseconds, line of its end, transfer): no two end on one line, while
+    a log that is wrong may give two of them one number.
     """
 
     def __init__(self, world: World, openings: OpeningRules) -> None:
@@ -324,7 +325,7 @@ class TransferRules:
 
     def _slow(self, transfer: TransferState, took_ns: int) -> None:
         """Keep one of the slowest so far."""
-        slowest, took = self.slowest, (took_ns, transfer.id, transfer)
+        slowest, took = self.slowest, (took_ns, transfer.end, transfer)
         if len(slowest) < NUM_SLOWEST:
             heapq.heappush(slowest, took)
         else:
