@@ -73,14 +73,10 @@ async def check_whole(scratch: Scratch, mutants: Sequence[Mutant], *, witness: b
         ended = await scratch.run(types_command(by), LIMIT_S)
         if ended.status != 0:
             wrong.append(f"{by.how} fails with every guard in place:\n{ended.output}")
-    longest: dict[str, int] = {}
-    for one in mutants if witness else ():
-        if one.witness is not None:
-            play = one.witness.play
-            longest[play] = max(longest.get(play, 0), one.witness.seeds)
     every_rule = (*(f"R{number}" for number in range(1, 15)),)
-    for play, seeds in longest.items():
-        seen = await see(scratch, Witness(play, every_rule, seeds))
+    runs = {(it.play, it.first, it.seeds) for one in mutants if (it := one.witness) is not None}
+    for play, first, seeds in sorted(runs) if witness else ():
+        seen = await see(scratch, Witness(play, every_rule, first, seeds))
         if seen.rule is not None:
             wrong.append(f"replay finds {seen.rule} broken with every guard in place: {seen.text}")
     return wrong

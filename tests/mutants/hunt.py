@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvlease.errors import BadInput
 from kvlease.services.replay.checker import check_log
 from tests.mutants.mutant import Guard, Mutant, Types, Witness
 from tests.mutants.scratch import Ended, Scratch
@@ -79,13 +78,14 @@ async def see(scratch: Scratch, log: Witness) -> Seen:
     """Play in the scratch copy until replay, whose code is whole, names a rule that is wanted."""
     said: dict[str, int] = {}
     with TemporaryDirectory(prefix="kvlease-logs-") as folder:
-        command = ["-m", "tests.mutants.plays", log.play, str(log.seeds), folder]
+        seeds = str(log.first), str(log.seeds)
+        command = ["-m", "tests.mutants.plays", log.play, *seeds, folder]
         async with scratch.lines_of(command) as paths:
             async for path in paths:
                 try:
                     verdict = check_log(path)
-                except BadInput as error:
-                    return Seen(None, f"replay cannot read the log of a run: {error}")
+                except Exception as error:  # whatever it is, the other mutants have their turn
+                    return Seen(None, f"{Path(path).stem}: replay ended with {error!r}")
                 for violation in verdict.violations:
                     if violation.rule in log.rules:
                         return Seen(violation.rule, f"{Path(path).stem}: {violation.what}")

@@ -9,7 +9,7 @@ import msgspec
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-LISTS = ("protocols", "pools", "runtime")
+LISTS = ("protocols", "pools", "transfers", "runtime")
 
 
 class Types(msgspec.Struct, frozen=True, tag="types", tag_field="kind"):
@@ -58,11 +58,12 @@ class Witness(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The play whose log makes replay name one of ``rules`` when the guard is gone.
 
     Attributes:
-        seeds: how many seeds of the play are tried at most; with the guard all are clean.
+        first, seeds: the seeds that are tried at most; with the guard all are clean.
     """
 
     play: str
     rules: tuple[str, ...]
+    first: int = 0
     seeds: int = 30
 
 

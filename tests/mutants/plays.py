@@ -1,7 +1,8 @@
 """Runs of the real engine in the lab, one log a seed; started with a mutated tree under it.
 
-`python -m tests.mutants.plays PLAY SEEDS FOLDER` writes FOLDER/SEED.jsonl for each seed and then
-its path on a line. Who judges them is another process, whose code is whole.
+`python -m tests.mutants.plays PLAY FIRST SEEDS FOLDER` writes a log for each seed from FIRST on,
+FOLDER/PLAY-SEED.jsonl, and then its path on a line. Who judges them is another process, whose code
+is whole.
 """
 
 import sys
@@ -14,7 +15,7 @@ import msgspec
 import trio
 from attrs import evolve
 
-from kvlease.errors import KVLeaseError
+from kvlease.errors import KVLeaseError, NotReady
 from kvlease.protocols.config import EngineConfig, SamplingParams
 from kvlease.protocols.events import Event
 from kvlease.protocols.schema import Layer
@@ -32,7 +33,7 @@ from kvlease.services.lab.faults import (
     StallMailbox,
     Which,
 )
-from kvlease.services.lab.scenarios import LENGTHS, SCENARIOS, prompt_of, witness
+from kvlease.services.lab.scenarios import SCENARIOS, prompt_of, witness
 from kvlease.services.lab.schedule import mixed, run_scheduled
 from kvlease.services.lab.spec import DeviceSpec, LinkSpec
 
@@ -49,6 +50,8 @@ CONFIG = EngineConfig(
     load_timeout_s=0.05,
     request_timeout_s=20.0,
 )
+LENGTHS = (14, 16, 17, 20)
+"""Prompt lengths in tokens: inside a page, and at a page's end."""
 SLOW = DeviceSpec(
     load=LinkSpec(latency_s=0.004, bytes_per_s=1e9),
     store=LinkSpec(latency_s=0.004, bytes_per_s=1e9),
@@ -72,9 +75,10 @@ async def _ask(engine: Engine, prompt: Sequence[int], max_tokens: int, leaves_af
 async def _read_beside(engine: Engine, prompt: Sequence[int], stays_s: float) -> None:
     """Open what is there of a cached prefix, beside the scheduler, a few times."""
     for _ in range(4):
-        with suppress(KVLeaseError), engine.lease_prefix(prompt) as lease:
-            for layer in engine.model.schema.layers:
-                lease[cast("Layer[object, object]", layer)].resolve_nowait()
+        with engine.lease_prefix(prompt) as lease:
+            with suppress(NotReady):
+                for layer in engine.model.schema.layers:
+                    lease[cast("Layer[object, object]", layer)].resolve_nowait()
             await trio.sleep(stays_s)
         await trio.sleep(0.002)
 
@@ -90,12 +94,12 @@ async def _serve(
         for number in range(3):
             async with trio.open_nursery() as nursery:
                 for family in rng.sample(range(4), 3):
-                    prompt = prompt_of(family, rng.choice(LENGTHS[2:]))
+                    prompt = prompt_of(family, rng.choice(LENGTHS))
                     leaves_after = rng.choice((0, 0, 1, 2)) * may_leave
                     nursery.start_soon(_ask, engine, prompt, 3, leaves_after)
                     if rng.random() < 0.5:
                         await trio.sleep(rng.choice((0.0, 0.001, 0.006)))
-                        nursery.start_soon(_read_beside, engine, prompt, rng.choice((0.0, 0.02)))
+                        nursery.start_soon(_read_beside, engine, prompt, rng.choice((0.0, 0.08)))
             await trio.sleep(rng.choice((0.0, 0.1)))
             if number == 1:
                 await engine.flush()
@@ -150,9 +154,9 @@ def play(scenario: Scenario, seed: int) -> Sequence[Event]:
     return world.events
 
 
-def main(name: str, seeds: str, folder: str) -> None:
-    """Write one log a seed, below ``seeds``."""
-    for seed in range(int(seeds)):
+def main(name: str, first: str, seeds: str, folder: str) -> None:
+    """Write one log for each of so many seeds, from ``first`` on."""
+    for seed in range(int(first), int(first) + int(seeds)):
         path = Path(folder) / f"{name}-{seed}.jsonl"
         events = play(PLAYS[name], seed)
         lines = [msgspec.json.encode(event) for event in events]
