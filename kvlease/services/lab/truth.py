@@ -84,7 +84,9 @@ class Truth:
         if places:
             for first, count, _ in event.pages:
                 for page in range(first, first + count):
-                    places.pop(page, None)
+                    arrival = places.pop(page, None)
+                    if arrival is not None:
+                        self._judge(arrival)  # it never landed for those who read it
 
     def asked(self, transfer: Transfer, orders: Iterable[CopyOrder]) -> None:
         """A load's copies were launched: from now on their bytes are missing."""
