@@ -94,6 +94,7 @@ class EnginePorts:
         streams: opens the three streams for the engine's block.
         inboxes: may put something between an actor and its mailbox.
         about: what stands behind them, for the head of the log.
+        model_name: what to call a model that they wrap; None for its own name.
     """
 
     copier: Copier | None = None
@@ -101,6 +102,7 @@ class EnginePorts:
     streams: OpenStreams = open_cpu_streams
     inboxes: Inboxes = _own_mailbox
     about: dict[str, object] | None = None
+    model_name: str | None = None
 
 
 @frozen
@@ -200,7 +202,7 @@ async def assemble(
         loaded = await trio.to_thread.run_sync(load, model, config)
     else:
         loaded = load(model, config)
-    runner = loaded.runner
+    runner, model_name = loaded.runner, ports.model_name or loaded.name
     sink = log or EventLog(level="off")
     counters = Counters()
     identity = CacheIdentity(
@@ -226,10 +228,10 @@ async def assemble(
     reports = TransferReports(scheduler)
     core.loader = loader_mailbox(_SPARE_MAIL, reports.ended, reports.settled)
     if sink.normal:
-        sink.emit(_log_open(core, loaded.name, ports))
+        sink.emit(_log_open(core, model_name, ports))
     return Assembly(
         core=core,
-        model_name=loaded.name,
+        model_name=model_name,
         log=sink,
         ports=ports,
         scheduler=scheduler,

@@ -80,6 +80,7 @@ class SimulatedDevice:
                 "device": cast("object", msgspec.to_builtins(self.spec)),
                 "faults": cast("object", msgspec.to_builtins(plan)),
             },
+            model_name=type(model).__name__,
         )
         if log is not None:
             log.subscribe(self.truth.watch)
