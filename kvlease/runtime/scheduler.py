@@ -150,19 +150,20 @@ class Scheduler(Actor[SchedulerMessage]):
     def _end_early(self, request: RequestId, reason: str, error: DeadlineExceeded | None) -> None:
         """End a request now, or as soon as the step that it is in is over.
 
-        A caller whose deadline has passed hears of it at once: the step may be waiting for a load
-        that has a later one.
+        A caller whose deadline has passed hears of it at once, one who has left already too: the
+        step may be waiting for a load that has a later one.
         """
         seq = self._by_request.get(request)
-        if seq is None or seq.phase is Phase.ENDED or seq.ending is not None:
+        if seq is None or seq.phase is Phase.ENDED:
             return
-        seq.ending, seq.error = reason, error
-        if error is None and self._core.sink.normal:
-            self._core.sink.emit(RequestCancelled(request=request))
+        if seq.ending is None:
+            seq.ending, seq.error = reason, error
+            if error is None and self._core.sink.normal:
+                self._core.sink.emit(RequestCancelled(request=request))
         if not seq.in_step:
             self._settlement.retire(seq)
         elif error is not None:
-            end_request(self._core, seq.request, reason, error)
+            end_request(self._core, seq.request, seq.ending, seq.error)
 
     # -- deadlines -----------------------------------------------------------------------------
 

@@ -95,6 +95,26 @@ async def test_a_deadline_is_told_at_once_while_the_step_still_waits() -> None:
     assert all(len(its) == 1 for its in ends_by_request(events).values())
 
 
+async def test_a_caller_who_leaves_is_let_go_at_the_deadline_at_the_latest() -> None:
+    """Its step stands still for longer; the pages follow when the step is over."""
+    hold = Hold(lambda order: order.kind == "load")
+    prompt = prompt_of(1, 6 * PAGE + 5)
+    log = EventLog()
+    events = log.remember()
+    config = toy_config(device_pages=24, request_timeout_s=0.6, load_timeout_s=20.0)
+    ports = EnginePorts(copier=FaultyCopier(hold))
+    async with open_engine(toy_model(), config, log=log, ports=ports) as engine:
+        await make_host_only(engine, prompt)
+        with trio.fail_after(10), trio.move_on_after(0.2):
+            async with engine.generate(prompt, LONG) as stream:
+                await stream.drain()
+        assert not hold.go.is_set()
+        last = [event for event in events if isinstance(event, RequestFinished)][-1]
+        assert last.reason == "cancelled"
+        hold.go.set()
+    assert all(len(its) == 1 for its in ends_by_request(events).values())
+
+
 def _never(_order: CopyOrder) -> int | None:
     raise OSError("the link is down")
 
