@@ -23,7 +23,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let the session test run at full size on demand; the suite runs it smaller."""
     parser.addoption("--sessions", type=int, default=16, help="sessions of the many-sessions test")
-    parser.addoption("--full", action="store_true", help="longest prompts, whole trace")
+    parser.addoption("--full", action="store_true", help="tests at full size")
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def num_sessions(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def is_full(request: pytest.FixtureRequest) -> bool:
-    """Whether the oracle goes to its longest prompts and the trace is run whole."""
+    """Whether tests run at full size: longest prompts, largest worlds, most schedules."""
     chosen: bool = request.config.getoption("--full")
     return chosen
 

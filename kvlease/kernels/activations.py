@@ -32,7 +32,7 @@ def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     """Return silu(min(gate, limit)) * clamp(up, -limit, limit).
 
     Shapes: gate and up alike, any; result likewise.
-    Source: DeepSeek-V4's experts (KERNELS.md 1, MoE).
+    Source: DeepSeek-V4's experts (transformers, `deepseek_v4`).
     """
     # clamp makes contiguous copies, which the vector exp needs to be the only exp in use
     return silu(gate.clamp(max=limit)).mul_(up.clamp(min=-limit, max=limit))

@@ -34,7 +34,8 @@ def sparse_attention(
     Shapes:
         queries [N, H, D]; sinks [H]; result [N, H, D]; all float32 or all float64. Blocks as in
         `KeyBlock`; in exact mode every block but the first is cut into tiles of ``tiling.keys``.
-    Source: DeepSeek-V4's attention (KERNELS.md 1); the sink takes probability and adds no value.
+    Source: DeepSeek-V4's attention (transformers, `deepseek_v4`); the sink takes probability
+    and adds no value.
     """
     tiles = [_spread(tile, len(queries)) for tile in _tiled(blocks, tiling)]
     num_rows, num_heads, _ = queries.shape

@@ -38,7 +38,8 @@ def compressed_rows(
 
     Shapes: values [G, S, D], any dtype; gates [G, S, D], float32 or wider; weight [D]; turn has G
     rows. Result [G, D] in the gates' dtype.
-    Source: DeepSeek-V4's two compressors (KERNELS.md 1); they differ only in their slots.
+    Source: DeepSeek-V4's two compressors (transformers, `deepseek_v4`); they differ only in their
+    slots.
     """
     pooled = pool_groups(values.to(gates.dtype), gates)
     return rotate_trailing_(rms_norm(pooled, weight, eps), turn)

@@ -16,7 +16,7 @@ def index_scores(queries: Tensor, head_weights: Tensor, keys: Tensor, tiling: Ti
         queries [N, H, D]; head_weights [N, H], with every scale already in; keys [N, L, D], or
         [1, L, D] shared by all rows. float32 or float64. Result [N, L]. In exact mode L is a
         multiple of ``tiling.keys`` and N of ``tiling.rows``.
-    Source: DeepSeek-V4's lightning indexer (KERNELS.md 1).
+    Source: DeepSeek-V4's lightning indexer (transformers, `deepseek_v4`).
     """
     num_rows, num_heads, width = queries.shape
     num_keys = keys.shape[1]

@@ -99,7 +99,7 @@ def enter_block(
     """Return the block's input and how its output goes back.
 
     Shapes: streams [N, S, D]; input [N, D] in the streams' dtype.
-    Source: DeepSeek-V4's mHC (KERNELS.md 1).
+    Source: DeepSeek-V4's mHC (transformers, `deepseek_v4`).
     """
     size = numbers.streams
     mixes = _mixes(streams, weights, numbers, tiling)

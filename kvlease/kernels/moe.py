@@ -44,7 +44,7 @@ def mix_experts(
     """Return the weighted sum of the chosen experts' outputs.
 
     Shapes: rows [N, D]; routing of N rows; result [N, D], in the rows' dtype.
-    Source: DeepSeek-V4's MoE block (KERNELS.md 1); clamps as in `clamped_swiglu`.
+    Source: DeepSeek-V4's MoE block (transformers, `deepseek_v4`); clamps as in `clamped_swiglu`.
     """
     if weights.num_experts <= DENSE_EXPERTS:
         return _all_experts(rows, routing, weights, limit, tiling)

@@ -11,7 +11,7 @@ def project_output(heads: Tensor, down: Tensor, up: Tensor, tiling: Tiling) -> T
     """Return the attention output as one vector of the model's width.
 
     Shapes: heads [N, H, D]; down [G, R, H * D / G]; up [hidden, G * R]; result [N, hidden].
-    Source: DeepSeek-V4's output projection (KERNELS.md 1).
+    Source: DeepSeek-V4's output projection (transformers, `deepseek_v4`).
     """
     num_groups = down.shape[0]
     grouped = heads.reshape(heads.shape[0], num_groups, -1)

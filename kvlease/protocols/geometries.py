@@ -1,7 +1,7 @@
 """Schemas of the model families kvlease knows, from a few numbers each.
 
-The facts are those of DESIGN 6; a family that is not here is built the same way from the classes
-of ``schema``. This module reads no checkpoint.
+A family that is not here is built the same way from the classes of ``schema``. This module reads
+no checkpoint.
 """
 
 from collections.abc import Sequence
@@ -91,7 +91,7 @@ def deepseek_v4_schema(
     kv_format: StoreFormat = "same",
     index_k_format: StoreFormat = "same",
 ) -> Schema:
-    """Return the schema of a DeepSeek-V4 model (DESIGN 6; KERNELS.md 1).
+    """Return the schema of a DeepSeek-V4 model (geometry: transformers, `deepseek_v4`).
 
     Raises ConfigError when the ratios do not divide ``page_tokens``.
     """

@@ -97,7 +97,7 @@ def step_copy(copy: Copy, event: CopyEvent, nbytes: int = 0) -> Copy:
 
 
 def joint_state(parts: "list[Copy]") -> CompletionState:
-    """Return where a layer stands, given its components: ready only when all are (DESIGN 2).
+    """Return where a layer stands, given its components: ready only when all are.
 
     No components at all is FAILED: an empty completion never passes for a finished one.
     """

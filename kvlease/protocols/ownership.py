@@ -183,7 +183,7 @@ class Lease(Generic[S]):
 
 @final
 class SequenceLease:
-    """One sequence's right: its shared prefix and its exclusive open page, as one (DESIGN 5).
+    """One sequence's right: its shared prefix and its exclusive open page, as one.
 
     ``pages`` is the page table in order. Pages below ``sealed`` are shared and never written; the
     rest belongs to this sequence alone, as do the rings of its state ``slot``. ``pending`` are the

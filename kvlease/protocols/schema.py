@@ -38,7 +38,7 @@ Encoding = Literal["float64", "float32", "bfloat16", "fp8_latent", "fp8_index", 
 
 _PLAIN_NBYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "byte": 1}
 FP8_TILE = 64
-"""Channels that share one power-of-two scale in an fp8 latent row (KERNELS.md 1, row formats)."""
+"""Channels that share one power-of-two scale in an fp8 latent row."""
 
 
 class Sharing(Enum):

@@ -256,7 +256,7 @@ class CpuCompletion(CompletionBase):
 
 
 class JointCompletion(CompletionBase):
-    """The completion of several: ready only when all its parts are (DESIGN 2).
+    """The completion of several: ready only when all its parts are.
 
     Shares one lock with its parts, so that a part and its whole change in one step for every
     reader. With no parts it is FAILED from the start: nothing never passes for something.

@@ -301,7 +301,7 @@ class Transfer(CompletionBase):
         self._settle_if_over(due)
 
     def _settle_if_over(self, due: list[Hook]) -> None:
-        # Once the state is final `_begin` lets no copy start, so none running means none ever.
+        # Once the state is final `begin_copy` lets no copy start, so none running means none ever.
         if (
             self.state in FINAL_STATES
             and not self._running

@@ -1,7 +1,7 @@
 """The options of the command line, and the engine configuration that they describe.
 
-Names and meanings are DESIGN 9's. Values are checked by `EngineConfig`; here only their spelling
-is. This module starts nothing and loads no torch.
+Values are checked by `EngineConfig`; here only their spelling is. This module starts nothing and
+loads no torch.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The report of a run: one struct with the contract's keys, as JSON, a table, or plain lines.
 
-The keys and their meanings are DESIGN 9's; other programs read them, so they stay. This module
-does not know how the figures came about.
+Other programs read the keys, so they and their meanings stay. This module does not know how the
+figures came about.
 """
 
 from collections.abc import Iterator, Sequence

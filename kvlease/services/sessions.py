@@ -12,7 +12,7 @@ from attrs import frozen
 from kvlease.protocols.config import SamplingParams
 
 Tokens = bytes
-"""Token ids as native int32, the form prompts have from the door on (DESIGN 7)."""
+"""Token ids as native int32, the form prompts have from the door on."""
 
 
 def pack(tokens: Iterable[int]) -> Tokens:

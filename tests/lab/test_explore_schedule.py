@@ -78,7 +78,6 @@ class Overtaking:
     def __init__(self) -> None:
         self.found = False
         self._steps = 0
-        self._slow_began = False
 
     async def __call__(self) -> None:
         async with trio.open_nursery() as nursery:

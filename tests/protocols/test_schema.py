@@ -25,7 +25,7 @@ SMALL = V4Geometry(("sliding", "sparse", "heavy"), 64, 16, 32, 64, heavy_ratio=3
 
 
 def test_flash_sizes_are_those_of_the_design() -> None:
-    """DESIGN 6: a tail of 5.9 MB; rows of 584 and 132 bytes in fp8."""
+    """A tail of 5.9 MB; rows of 584 and 132 bytes in fp8."""
     schema = deepseek_v4_schema(FLASH, 256, "bfloat16", "fp8", "fp8")
     assert schema.num_layers == 43
     assert round(schema.tail_nbytes / 1e6, 1) == 5.9

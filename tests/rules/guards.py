@@ -50,7 +50,7 @@ def may_publish(layer: CompletionState) -> bool:
 
 
 def may_begin(whole: CompletionState) -> bool:
-    """Whether another copy of a transfer may begin (Transfer._begin)."""
+    """Whether another copy of a transfer may begin (Transfer.begin_copy)."""
     return not whole.is_final
 
 

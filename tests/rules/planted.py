@@ -55,7 +55,7 @@ def short_is_done(copy: Copy, event: CopyEvent, nbytes: int = 0) -> Copy:
 
 
 def first_component_decides(parts: list[Copy]) -> CompletionState:
-    """The index keys of a layer are not waited for: the incident of the design's first page."""
+    """The index keys of a layer are not waited for: the incident that all this is about."""
     return machines.joint_state(parts[:1])
 
 

@@ -151,7 +151,7 @@ def happens(real: RealPool, rules: Rulebook, before: State, label: Label, after:
     return True
 
 
-def check_evictable(real: RealPool, rules: Rulebook, state: State, steps: list[Label]) -> None:
+def check_evictable(real: RealPool, steps: list[Label]) -> None:
     """What the world would not evict the pool does not either."""
     for is_device in (True, False):
         offered = any(
@@ -179,7 +179,7 @@ def walk(rng: random.Random, world: World, seen: set[State]) -> None:
         state = after
         seen.add(world.canonical(state))
         assert real.counts() == counts_of(rules, state), way
-    check_evictable(real, rules, state, [label for label, _, _ in world.steps(state)])
+    check_evictable(real, [label for label, _, _ in world.steps(state)])
 
 
 @pytest.mark.parametrize("size", [ONE, TWO], ids=lambda size: size.name)

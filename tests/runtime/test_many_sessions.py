@@ -1,4 +1,4 @@
-"""Many concurrent sessions over several turns with jittered copies: the incident of DESIGN 1.
+"""Many concurrent sessions over several turns with jittered copies: the incident itself.
 
 Full size: ``pytest tests/runtime/test_many_sessions.py --sessions 80``.
 """

@@ -98,7 +98,6 @@ def _set_up(recording: Recording, model: Path | ModelRunner | None) -> _Setup:
             raise BadInput(
                 f"what stood behind the log's ports is not known here: {error}"
             ) from error
-    # An engine that measures may decide by what it measured; the recording has the outcome.
     return _Setup(runner, config, spec, faults, head.ports is not None)
 
 
