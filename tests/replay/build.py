@@ -208,19 +208,21 @@ def renumbered(events: Iterable[ev.Event], tick_ns: int = 1000) -> list[ev.Event
     events = [*events]
     moved = [(event.seq, number) for number, event in enumerate(events, 1) if event.seq]
 
-    def later(opens: list[ev.Opening]) -> list[ev.Opening]:
-        return [
-            msgspec.structs.replace(
-                one, after_seq=max((new for old, new in moved if old <= one.after_seq), default=0)
-            )
-            for one in opens
-        ]
+    def later(opens: list[ev.Opening], own: int, number: int) -> list[ev.Opening]:
+        def after(seq: int) -> int:
+            if seq >= own > 0:
+                return seq + number - own  # a lie stays one
+            return max((new for old, new in moved if old <= seq and new < number), default=0)
+
+        return [msgspec.structs.replace(one, after_seq=after(one.after_seq)) for one in opens]
 
     copies: list[ev.Event] = []
     for number, event in enumerate(events, 1):
         copy = msgspec.structs.replace(event, seq=number, t_ns=number * tick_ns)
         if isinstance(copy, ev.StepRead | ev.LeaseClose):
-            copy = msgspec.structs.replace(copy, opens=later(copy.opens))
+            copy = msgspec.structs.replace(copy, opens=later(copy.opens, event.seq, number))
+        if isinstance(event, ev.LogClose) and event.events == event.seq - 1:
+            copy = msgspec.structs.replace(copy, events=number - 1)
         copies.append(copy)
     return copies
 

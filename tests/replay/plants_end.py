@@ -66,7 +66,10 @@ PLANTS = {
         [(ev.LeaseOpen, 1), (ev.TransferPlan, 0)],
     ),
     "a destination lease that is not open": Plant(
-        "R7", change(ev.TransferPlan, 0, destination_lease=99), [(ev.TransferPlan, 0)]
+        "R7",
+        change(ev.TransferPlan, 0, destination_lease=99),
+        [(ev.TransferPlan, 0)],
+        also=frozenset({"R14"}),
     ),
     "an end let go before the transfer ended": Plant(
         "R7",

@@ -5,11 +5,11 @@ import pytest
 from kvlease.protocols import events as ev
 from kvlease.services.replay.checker import check
 from kvlease.services.replay.verdict import Verdict
-from tests.replay import plants_end, plants_use
+from tests.replay import plants_end, plants_told, plants_use
 from tests.replay.build import place_of, renumbered, story
 from tests.replay.plant import Change, landings
 
-PLANTS = {**plants_use.PLANTS, **plants_end.PLANTS}
+PLANTS = {**plants_use.PLANTS, **plants_end.PLANTS, **plants_told.PLANTS}
 
 
 def judged(plant: Change) -> tuple[list[ev.Event], Verdict]:

@@ -52,7 +52,7 @@ class Checker:
         self._counts = Counter[type[ev.Event]]()
         self._unknown = Counter[str]()
         self._is_closed = False
-        self._closed_line = 0
+        self._closed_line = self._closed_seq = 0
 
     def feed(self, event: ev.Event, line: int) -> None:
         """Take the event of one line."""
@@ -169,6 +169,10 @@ class Checker:
     def _close(self, event: ev.LogClose) -> None:
         self._is_closed = True
         self._closed_line = self._line(event)
+        self._closed_seq = event.seq
+        if event.events != event.seq - 1:
+            what = f"the log was closed with {event.events} events before, and {event.seq - 1} are"
+            self._findings.violate("R14", what, (event.seq,))
         if event.lost:
             why = f"{event.lost} lines were lost, the last line says"
             self._findings.doubt(why, self._closed_line)

@@ -9,6 +9,7 @@ from kvlease.protocols.events import (
     LeaseMove,
     LeaseOpen,
     LeaseWait,
+    Opening,
     PageRun,
 )
 from kvlease.services.replay.opening_rules import OpeningRules, depend
@@ -199,11 +200,32 @@ class LeaseRules:
     def wait(self, event: LeaseWait) -> None:
         """Readers begin to wait; kept until the step, or the lease, says how it went on."""
         waits = self._world.waits
+        if not self._world.is_lossy:
+            self._check_wait(event)
         if event.step:
             waits.setdefault(event.step, []).append(event)
         else:
             for lease in event.leases:
                 waits.setdefault(-lease, []).append(event)
+
+    def _check_wait(self, event: LeaseWait) -> None:
+        """Who waits has an open lease, and one of them depends on what they wait for."""
+        depends, num_layers = False, self._world.head.num_layers
+        if not 0 <= event.layer < num_layers:
+            what = f"layer {event.layer} of {num_layers} was waited for"
+            self._findings.violate("R14", what, (event.seq,), transfer=event.transfer)
+        for number in event.leases:
+            lease = self._sequences.get(number)
+            if lease is None:
+                what = f"lease {number}, which is not open, waited for transfer {event.transfer}"
+                seqs = (event.seq,)
+                self._findings.violate("R14", what, seqs, lease=number, transfer=event.transfer)
+            elif lease.depends is not None:
+                depends = depends or any(one.id == event.transfer for one in lease.depends)
+        if not depends:
+            leases = ", ".join(map(str, event.leases)) or "none"
+            what = f"transfer {event.transfer} was waited for by leases that need no such: {leases}"
+            self._findings.violate("R14", what, (event.seq,), transfer=event.transfer)
 
     def move(self, event: LeaseMove) -> None:
         """A right changes hands; its number stays."""
@@ -230,16 +252,28 @@ class LeaseRules:
         if number in self._reserved:
             self._tiers[end.tier].pins.down(self._reserved.pop(number))
         transfer = self._transfers.get(end.transfer)
-        if transfer is None or transfer.plan is None:
+        plan = None if transfer is None else transfer.plan
+        if transfer is None or plan is None or number not in (
+            plan.source_lease, plan.destination_lease
+        ):  # fmt: skip
+            self._no_end_of(end, event.seq)
             return
         if not transfer.ended:
             self._closed_early(end, transfer, event.seq)
-        other = transfer.plan.destination_lease
+        other = plan.destination_lease
         if number == other:
             transfer.closed = event.seq
-            other = transfer.plan.source_lease
+            other = plan.source_lease
         if other not in ends and not transfer.readers:
             self._openings.dismiss(transfer)
+
+    def _no_end_of(self, end: LeaseOpen, seq: int) -> None:
+        """A lease was held by a transfer whose plan does not name it."""
+        if not self._world.is_lossy:
+            what = f"no plan of transfer {end.transfer} names lease {end.lease}, opened for it"
+            self._findings.violate(
+                "R14", what, (end.seq, seq), lease=end.lease, transfer=end.transfer
+            )
 
     def _close_sequence(self, number: int, event: LeaseClose) -> None:
         lease = self._sequences.pop(number, None)
@@ -255,10 +289,9 @@ class LeaseRules:
 
     def _leave(self, lease: SequenceState, event: LeaseClose) -> None:
         """A sequence, or another reader, is done."""
+        for opening in event.opens:
+            self._opened(lease, opening, event.seq)
         if lease.depends is not None:
-            for opening in event.opens:
-                mask = (1 << max(0, opening.num_layers)) - 1 << max(0, opening.layer)
-                self._openings.check(lease, mask, opening.after_seq, 0, event.seq)
             for transfer in lease.depends:
                 transfer.readers -= 1
                 self._openings.dismiss(transfer)
@@ -269,6 +302,17 @@ class LeaseRules:
                 record.lease = 0
         if self._world.waits:
             self._world.waits.pop(-lease.id, None)
+
+    def _opened(self, lease: SequenceState, opening: Opening, seq: int) -> None:
+        """A reader outside steps tells, at its end, what it had opened."""
+        if opening.after_seq >= seq:
+            self._openings.behind(opening, 0, seq, lease.id)
+        if opening.lease != lease.id:
+            what = f"lease {lease.id} tells of an opening of lease {opening.lease}"
+            self._findings.violate("R14", what, (lease.seq, seq), lease=lease.id)
+        mask = self._openings.mask_of(opening, 0, seq)
+        if mask and lease.depends is not None:
+            self._openings.check(lease, mask, opening.after_seq, 0, seq)
 
     def _closed_early(self, end: LeaseOpen, transfer: TransferState, seq: int) -> None:
         """One end of a transfer is let go before the transfer has ended (R7)."""

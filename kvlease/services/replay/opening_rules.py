@@ -8,6 +8,7 @@ component landed only after that. Where landings are told, openings are kept unt
 
 from typing import final
 
+from kvlease.protocols.events import Opening
 from kvlease.services.replay.state import (
     MAX_LIMBO,
     Landing,
@@ -43,6 +44,22 @@ class OpeningRules:
         """Share the world."""
         self._world = world
         self._findings = world.findings
+
+    def behind(self, opening: Opening, step: int, seq: int, lease: int = 0) -> None:
+        """An opening came after the line that tells of it: what it hides cannot be known."""
+        by = f"step {step}" if step else f"lease {lease}"
+        what = f"{by} opened lease {opening.lease} after line {opening.after_seq}, not written yet"
+        self._findings.violate("R14", what, (seq,), lease=opening.lease, step=step)
+
+    def mask_of(self, opening: Opening, step: int, seq: int) -> int:
+        """Return the layers opened, a bit each; none, and a violation, if the model has others."""
+        first, count, known = opening.layer, opening.num_layers, self._world.head.num_layers
+        if 0 <= first < first + count <= known:
+            return ((1 << count) - 1) << first
+        by = f"step {step}" if step else f"lease {opening.lease}"
+        what = f"{by} opened layers {first} to {first + count - 1} of {known}"
+        self._findings.violate("R1", what, (seq,), lease=opening.lease, step=step)
+        return 0
 
     def check(self, lease: SequenceState, mask: int, after: int, step: int, seq: int) -> None:
         """Judge openings of the layers in ``mask``, none before ``after``, told at ``seq``."""

@@ -113,6 +113,8 @@ class PageRules:
                 what = f"pages were reserved for lease {number}, which is not open"
                 self._findings.violate("R3", what, (seq,), lease=number, request=event.request)
             return
+        if event.request != sequence.request:
+            self._not_theirs(sequence, event)
         own = sequence.own
         for first, count, _ in runs:
             if count == 1:
@@ -144,6 +146,8 @@ class PageRules:
             runs = [run for run in runs if pages.has(run[0], run[1])]
         sequence = self._sequences.get(number)
         if sequence is not None:
+            if event.request != sequence.request:
+                self._not_theirs(sequence, event)
             self._seal_written(pages, runs, sequence, event.start, seq)
             return
         end = self._ends.get(number)
@@ -156,6 +160,14 @@ class PageRules:
         if not self._world.is_lossy:
             what = f"pages were sealed by lease {number}, which is not open"
             self._findings.violate("R3", what, (seq,), lease=number, request=event.request)
+
+    def _not_theirs(self, lease: SequenceState, event: PageReserve | PageSeal) -> None:
+        what = (
+            f"lease {lease.id} is request {lease.request}'s, and pages of it are told as request "
+            f"{event.request}'s"
+        )
+        seqs = (lease.seq, event.seq)
+        self._findings.violate("R14", what, seqs, lease=lease.id, request=lease.request)
 
     def _not_owner(self, pages: Pages, first: int, count: int, event: PageSeal) -> None:
         if self._world.is_lossy:
@@ -176,6 +188,14 @@ class PageRules:
         pages.place(runs, place, page_tokens, 0 if record is None else record.root)
         base, known = lease.base, len(own)
         index = place // page_tokens - base
+        if place % page_tokens or not runs:
+            what = f"pages were sealed at position {place}, where no page of {page_tokens} begins"
+            what = what if runs else "a seal names no page that the tier has"
+            self._findings.violate(
+                "R10", what, (lease.seq, seq), lease=lease.id, request=lease.request
+            )
+            if not runs:
+                return
         for first, count, _ in runs:
             if (
                 not 0 <= index < known
@@ -197,7 +217,7 @@ class PageRules:
             seqs = (lease.seq, lease.read_seq, seq)
             self._findings.violate("R2", what, seqs, lease=lease.id, request=lease.request)
         if end > lease.floor:
-            lease.floor = end
+            lease.floor = min(end, lease.limit)
 
     def _seal_arrived(
         self, pages: Pages, runs: list[PageRun], transfer: TransferState, seq: int
@@ -331,8 +351,9 @@ class PageRules:
 
     def _forget_landing(self, pages: Pages, runs: list[PageRun]) -> None:
         for first, count, _ in runs:
-            for page in range(first, first + count):
-                pages.unlanded.pop(page, None)
+            if pages.has(first, count):
+                for page in range(first, first + count):
+                    pages.unlanded.pop(page, None)
 
     def ledger(self, event: PageLedger) -> None:
         """Hold a pool's own count against the one that follows from the log (R11)."""

@@ -143,6 +143,11 @@ class Pages:
             self.grow(end)
         return end <= self.total
 
+    def have(self, runs: list[PageRun]) -> bool:
+        """Whether all pages of some runs exist."""
+        has = self.has
+        return all(has(first, count) for first, count, _ in runs)
+
     def are(self, first: int, count: int, epoch: int, state: int) -> bool:
         """Whether all pages of a run are of this epoch and in this state."""
         end = first + count

@@ -9,6 +9,7 @@ from kvlease.protocols.events import (
     RequestFinished,
     RequestPreempted,
     RequestSubmitted,
+    Usage,
 )
 from kvlease.services.replay.lease_rules import LeaseRules
 from kvlease.services.replay.page_rules import name_of
@@ -53,16 +54,39 @@ class RequestRules:
         if record is None:
             return
         record.admitted = event.seq
+        self._check_counts(record, event)
         record.root = self._world.root_of(event.identity)
         lease = self._world.sequences.get(record.lease)
         if lease is None:
             return
+        if lease.base * self._world.head.page_tokens != event.used_tokens:
+            what = (
+                f"request {record.id} was admitted with {event.used_tokens} tokens used, and its "
+                f"lease {lease.id} was opened on {lease.base} pages"
+            )
+            seqs = (record.seq, lease.seq, event.seq)
+            self._findings.violate("R14", what, seqs, request=record.id, lease=lease.id)
         if len(self._world.roots) > 1:
             for first, count, _ in lease.prefix:
                 self._check_root(lease, first, count, record.root, event.seq)
         # What was sealed then was looked at when the lease was opened.
         if lease.arriving is not None:
             self._check_arriving(lease, lease.arriving, event.seq)
+
+    def _check_counts(self, record: RequestState, event: RequestAdmitted) -> None:
+        """No count is negative, and no more is used than matched, or matched than there is."""
+        tokens = record.prompt + (record.max_tokens if event.again else 0)
+        used, matched = event.used_tokens, event.matched_tokens
+        wrong = ""
+        if not used <= matched <= tokens:
+            wrong = f"with {used} tokens used, {matched} matched and {tokens} there"
+        elif sum(event.hit_pages) * self._world.head.page_tokens != used:
+            wrong = f"with {used} tokens used, and {sum(event.hit_pages)} pages hit"
+        elif used < 0 or min(event.hit_pages) < 0 or min(event.reasons.values(), default=0) < 0:
+            wrong = "with a negative count"
+        if wrong:
+            what = f"request {record.id} was admitted {wrong}"
+            self._findings.violate("R14", what, (record.seq, event.seq), request=record.id)
 
     def _check_arriving(
         self, lease: SequenceState, arriving: list[tuple[PageRun, int]], seq: int
@@ -127,13 +151,10 @@ class RequestRules:
         wrong: list[str] = []
         if usage.prompt != record.prompt:
             wrong.append(f"was submitted with {record.prompt} tokens and ended with {usage.prompt}")
-        buckets = (
-            usage.hit_device
-            + usage.hit_host
-            + usage.hit_storage
-            + usage.hit_remote
-            + usage.computed
-        )
+        buckets = sum(_hits(usage)) + usage.computed
+        counts = (*_hits(usage), usage.computed, usage.recomputed, usage.output, usage.prompt)
+        if min(counts) < 0:
+            wrong.append("has a negative count in its usage")
         if record.admitted and buckets != usage.prompt:
             wrong.append(f"has {usage.prompt} prompt tokens and {buckets} in its buckets")
         if record.admitted and usage.computed < 1:
@@ -143,3 +164,7 @@ class RequestRules:
         if usage.output != record.published and not self._world.is_lossy:
             wrong.append(f"got {usage.output} tokens, and its steps published {record.published}")
         return wrong
+
+
+def _hits(usage: Usage) -> tuple[int, int, int, int]:
+    return usage.hit_device, usage.hit_host, usage.hit_storage, usage.hit_remote

@@ -45,6 +45,8 @@ class StepRules:
         step, seq, num_layers = event.step, event.seq, self._num_layers
         lease_of = self._sequences.get
         for opening in event.opens:
+            if opening.after_seq >= seq:
+                self._openings.behind(opening, step, seq)
             lease = lease_of(opening.lease)
             if lease is None:
                 self._unopened(opening.lease, step, seq)
@@ -61,18 +63,19 @@ class StepRules:
                 self._openings.check(lease, mask, opening.after_seq, step, seq)
                 lease.last = seq
         for stall in event.stalls:
+            if stall.wait_us < 0 or not 0 <= stall.layer < num_layers:
+                what = f"step {step} stood still {stall.wait_us} us for layer {stall.layer}"
+                self._findings.violate("R14", what, (seq,), step=step, transfer=stall.transfer)
+                continue
             self._stall(stall.transfer, stall.layer, stall.wait_us)
         if self._waits:
             self._waits.pop(step, None)
 
     def _partly(self, lease: SequenceState, opening: Opening, step: int, seq: int) -> int:
         """Some of the layers were opened; return them as a mask, once they are known to exist."""
-        first, count = opening.layer, opening.num_layers
-        if first < 0 or count < 1 or first + count > self._num_layers:
-            what = f"step {step} opened layers {first} to {first + count - 1} of {self._num_layers}"
-            self._findings.violate("R1", what, (seq,), lease=lease.id, step=step)
+        mask = self._openings.mask_of(opening, step, seq)
+        if not mask:
             return 0
-        mask = ((1 << count) - 1) << first
         if lease.read != step:
             lease.mask, lease.read, lease.read_seq = 0, step, seq
         lease.mask |= mask
@@ -103,9 +106,11 @@ class StepRules:
                 continue
             if lease.whole != read:
                 self._unread(lease, event, row)
+            if row.request != lease.request:
+                self._not_theirs(lease, event, row)
             start = row.start
             end = start + row.count
-            if lease.floor <= start == lease.written and end <= lease.limit:
+            if lease.floor <= start == lease.written and start < end <= lease.limit:
                 lease.written = end
             else:
                 self._written_elsewhere(lease, event, row)
@@ -118,6 +123,11 @@ class StepRules:
         """Take a row of a lease that begins, or that depends on transfers."""
         if not lease.has_begun:
             lease.has_begun = True
+            record = lease.record
+            if record is not None and not record.admitted:
+                what = f"step {event.step} wrote rows of request {record.id}, not admitted before"
+                seqs = (record.seq, lease.seq, event.seq)
+                self._contradict(what, seqs, lease, event)
             if row.start and lease.base and self._has_tails:
                 self._resumed(lease, event, row)
         if lease.depends is not None:
@@ -151,9 +161,27 @@ class StepRules:
             lease=lease.id, step=event.step, layer=layer,
         )  # fmt: skip
 
+    def _not_theirs(self, lease: SequenceState, event: StepDone, row: Row) -> None:
+        what = (
+            f"step {event.step} wrote rows of request {row.request} by lease {lease.id}, which is "
+            f"request {lease.request}'s"
+        )
+        self._contradict(what, (lease.seq, event.seq), lease, event)
+
+    def _contradict(
+        self, what: str, seqs: tuple[int, ...], lease: SequenceState, event: StepDone
+    ) -> None:
+        self._findings.violate(
+            "R14", what, seqs, request=lease.request, lease=lease.id, step=event.step
+        )
+
     def _written_elsewhere(self, lease: SequenceState, event: StepDone, row: Row) -> None:
         """Take rows that do not follow those before, or that the lease had no room for."""
         end = row.start + row.count
+        if row.count < 1:
+            what = f"step {event.step} wrote {row.count} rows of request {row.request}"
+            self._contradict(what, (lease.seq, event.seq), lease, event)
+            return
         if row.start < lease.floor or end > lease.limit:
             self._outside(lease, event, row)
         if row.start <= lease.written < end:

@@ -4,7 +4,6 @@ import heapq
 from typing import final
 
 from kvlease.protocols.events import (
-    PageRun,
     TransferDone,
     TransferFail,
     TransferLanded,
@@ -15,9 +14,9 @@ from kvlease.protocols.events import (
     TransferRevoke,
 )
 from kvlease.services.replay.opening_rules import OpeningRules, depend
-from kvlease.services.replay.page_rules import name_of
-from kvlease.services.replay.pages import NO_RUNS, UNKNOWN, Pages
+from kvlease.services.replay.pages import NO_RUNS
 from kvlease.services.replay.state import Landing, TransferState, World
+from kvlease.services.replay.transfer_ends import TransferEnds
 
 NUM_SLOWEST = 10
 """How many of the slowest transfers are told."""
@@ -36,7 +35,7 @@ class TransferRules:
         self._world = world
         self._openings = openings
         self._findings = world.findings
-        self._tiers = world.tiers
+        self._both = TransferEnds(world)
         self._ends = world.ends
         self._reserved = world.reserved
         self._sequences = world.sequences
@@ -62,82 +61,26 @@ class TransferRules:
         source = self._ends.get(event.source_lease)
         target = self._ends.get(event.destination_lease)
         # An end that is as it should be names the very runs that its lease was opened with.
-        if source is None or source.mode != "shared" or source.pages != event.source:
-            self._end(event, event.source_lease, event.source, event.source_tier, "source")
+        if (
+            source is None
+            or source.mode != "shared"
+            or source.transfer != number
+            or source.pages != event.source
+        ):
+            self._both.check(event, event.source_lease, event.source, event.source_tier, "source")
         if (
             target is None
             or target.mode != "exclusive"
+            or target.transfer != number
             or self._reserved.get(event.destination_lease, NO_RUNS) != event.destination
         ):
-            number, runs = event.destination_lease, event.destination
-            self._end(event, number, runs, event.destination_tier, "destination")
+            lease, runs = event.destination_lease, event.destination
+            self._both.check(event, lease, runs, event.destination_tier, "destination")
         if event.source or event.destination:
-            transfer.num_pages = self._hand_on(event)
+            transfer.num_pages = self._both.hand_on(event)
         self._whole(event, transfer)
         if event.reader:
             self._tail(event, transfer)
-
-    def _end(
-        self, event: TransferPlan, number: int, runs: list[PageRun], tier: str, end: str
-    ) -> None:
-        """Check one end: an open lease of the right mode that holds the pages named (R7, R8)."""
-        lease = self._ends.get(number)
-        if runs:
-            pages = self._tiers[tier]
-            epochs, total = pages.epochs, pages.total
-            for first, count, epoch in runs:
-                if not (count == 1 and 0 <= first < total and epochs[first] == epoch) and (
-                    not pages.has(first, count)
-                    or epochs[first : first + count].count(epoch) != count
-                ):
-                    self._stale(event, pages, first, count, epoch)
-        if lease is None:
-            if not self._world.is_lossy:
-                self._not_held(event, number, f"its {end} lease {number} is not open", 0)
-            return
-        if (lease.mode == "shared") is not (end == "source"):
-            what = f"its {end} lease {number} is {lease.mode}"
-            self._not_held(event, number, what, lease.seq)
-        if runs and runs not in (lease.pages, self._reserved.get(number)):
-            held = {*_pages_of(lease.pages), *_pages_of(self._reserved.get(number, []))}
-            if not held.issuperset(_pages_of(runs)):
-                what = f"its {end} lease {number} does not hold all {end} pages"
-                self._not_held(event, number, what, lease.seq)
-
-    def _not_held(self, event: TransferPlan, lease: int, why: str, since: int) -> None:
-        what = f"transfer {event.transfer} was planned, and {why}"
-        self._findings.violate(
-            "R7", what, (since, event.seq), transfer=event.transfer, lease=lease,
-            request=event.request,
-        )  # fmt: skip
-
-    def _stale(self, event: TransferPlan, pages: Pages, first: int, count: int, epoch: int) -> None:
-        name = name_of(pages, first, count)
-        if pages.has(first, count):
-            known = {
-                pages.epochs[page]
-                for page in range(first, first + count)
-                if pages.state[page] != UNKNOWN and pages.epochs[page] != epoch
-            }
-            if not known:
-                return
-            what = f"under epoch {epoch}, and its epoch is {min(known)}"
-            since = pages.since[first]
-        else:
-            what, since = "and there is no such page", 0
-        self._findings.violate(
-            "R8", f"transfer {event.transfer} names {name} {what}", (since, event.seq),
-            transfer=event.transfer, request=event.request,
-        )  # fmt: skip
-
-    def _hand_on(self, event: TransferPlan) -> int:
-        """Pages keep their place and their identity when they move; returns how many move."""
-        source, target = self._tiers[event.source_tier], self._tiers[event.destination_tier]
-        total, moved = target.inherit(event.destination, source, event.source)
-        if moved != total:
-            what = f"transfer {event.transfer} moves {total} pages to {moved}"
-            self._findings.violate("R7", what, (event.seq,), transfer=event.transfer)
-        return total
 
     def _whole(self, event: TransferPlan, transfer: TransferState) -> None:
         """Check that every component moves, with the bytes that the head's come to (R5)."""
@@ -160,6 +103,8 @@ class TransferRules:
             )  # fmt: skip
         first, count = event.layers
         end = first + count
+        if not 0 <= first < end <= self._num_layers:
+            self._no_layers(transfer, first, count, "was planned for", seq=event.seq)
         if first > bundle.first_layer or end < bundle.end_layer:
             what = f"transfer {event.transfer} leaves out layers of its pages"
             self._findings.violate("R5", what, (event.seq,), transfer=event.transfer)
@@ -182,7 +127,7 @@ class TransferRules:
             what = (
                 f"transfer {transfer.id} fills the state of lease {event.reader}, which is not open"
             )
-            self._not_held(event, event.reader, what, 0)
+            self._both.not_held(event, event.reader, what, 0)
 
     def _unplanned(self, number: int, seq: int, doing: str) -> None:
         if not self._world.is_lossy:
@@ -203,9 +148,21 @@ class TransferRules:
         if count == self._num_layers and first == 0 and not event.components:
             recorded[:] = [seq] * count
             return
+        if not 0 <= first < first + count <= self._num_layers:
+            self._no_layers(transfer, first, count, "recorded", seq)
         for layer in range(max(0, first), min(first + count, self._num_layers)):
             if not event.components or self._all(transfer, layer, event.components, "record"):
                 recorded[layer] = seq
+
+    def _no_layers(
+        self, transfer: TransferState, first: int, count: int, doing: str, seq: int
+    ) -> None:
+        what = (
+            f"transfer {transfer.id} {doing} layers {first} to {first + count - 1}, and the model "
+            f"has {self._num_layers}"
+        )
+        seqs = (transfer.planned, seq)
+        self._findings.violate("R14", what, seqs, transfer=transfer.id, request=transfer.request)
 
     def _all(self, transfer: TransferState, layer: int, names: list[str], what: str) -> bool:
         """Whether a layer that is told in parts is complete now."""
@@ -228,8 +185,12 @@ class TransferRules:
         assert plan is not None
         first, count = event.layers
         planned, components = 0, event.components
-        is_single = count == 1 and first >= 0  # as a rule, and then no range is made
-        for layer in (first,) if is_single else range(max(0, first), first + count):
+        num_layers = self._num_layers
+        is_single = count == 1 and 0 <= first < num_layers  # as a rule, and then no range is made
+        if not is_single and not 0 <= first < first + count <= num_layers:
+            self._no_layers(transfer, first, count, "was done with", seq)
+        layers = (first,) if is_single else range(max(0, first), min(first + count, num_layers))
+        for layer in layers:
             bit = 1 << layer
             if not bundle.layer_mask & bit or (
                 components and not self._all(transfer, layer, components, "done")
@@ -242,8 +203,8 @@ class TransferRules:
             transfer.done_mask |= bit
             if not transfer.recorded[layer]:
                 self._unrecorded(transfer, layer, seq)
-        if event.nbytes < planned and not components:
-            self._short(transfer, first, event.nbytes, planned, seq)
+        if event.nbytes != planned and not components:
+            self._other(transfer, first, event.nbytes, planned, seq)
 
     def _unrecorded(self, transfer: TransferState, layer: int, seq: int) -> None:
         what = f"layer {layer} of transfer {transfer.id} was done before it was recorded"
@@ -252,7 +213,7 @@ class TransferRules:
             request=transfer.request,
         )  # fmt: skip
 
-    def _short(
+    def _other(
         self, transfer: TransferState, layer: int | None, nbytes: int, planned: int, seq: int
     ) -> None:
         where = "" if layer is None else f" of layer {layer}"
@@ -271,11 +232,23 @@ class TransferRules:
         bundle, plan = transfer.bundle, transfer.plan
         assert bundle is not None, "a planned transfer has one"
         assert plan is not None
-        if event.nbytes < plan.nbytes:
-            self._short(transfer, None, event.nbytes, plan.nbytes, seq)
+        if event.nbytes != plan.nbytes:
+            self._other(transfer, None, event.nbytes, plan.nbytes, seq)
         if transfer.done_mask != bundle.layer_mask:
+            if plan.direction == "load":
+                self._untold(transfer, bundle.layer_mask & ~transfer.done_mask, seq)
             self._rest_done(transfer, bundle.layer_mask, seq)
         self._end_of(transfer, plan, "done", seq, event.t_ns)
+
+    def _untold(self, transfer: TransferState, missing: int, seq: int) -> None:
+        """A load is told layer by layer, for those who read it: done is done with all of them."""
+        for layer in range(self._num_layers):
+            if missing >> layer & 1:
+                what = f"load {transfer.id} was done, and its layer {layer} was not"
+                self._findings.violate(
+                    "R14", what, (transfer.planned, transfer.recorded[layer], seq),
+                    transfer=transfer.id, layer=layer, request=transfer.request,
+                )  # fmt: skip
 
     def _rest_done(self, transfer: TransferState, mask: int, seq: int) -> None:
         """Take the layers in ``mask`` as done that nothing was told of."""
@@ -370,7 +343,3 @@ class TransferRules:
         for transfer in self._transfers.values():
             if transfer.bundle is not None and transfer.landing is None:
                 transfer.landing = Landing(transfer.bundle.num_parts)
-
-
-def _pages_of(runs: list[PageRun]) -> list[int]:
-    return [page for first, count, _ in runs for page in range(first, first + count)]
