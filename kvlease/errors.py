@@ -6,6 +6,9 @@ operation and is handled by callers and supervisors, `InternalError` means an in
 and is never swallowed. This module imports nothing of kvlease.
 """
 
+from collections.abc import Iterator
+from typing import cast
+
 
 class KVLeaseError(Exception):
     """Root of the tree; its text is one sentence that says what, where and what to do."""
@@ -119,3 +122,13 @@ class IllegalTransition(InternalError):
 
 class LedgerImbalance(InternalError):
     """The pages of a pool do not add up to its total, or one page is counted twice."""
+
+
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """Yield the errors inside nested groups, or the error itself."""
+    if isinstance(error, BaseExceptionGroup):
+        # isinstance cannot name the type argument.
+        for inner in cast("BaseExceptionGroup[BaseException]", error).exceptions:
+            yield from leaves(inner)
+    else:
+        yield error

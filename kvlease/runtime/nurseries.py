@@ -5,21 +5,13 @@ This module does not know what the tasks do.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Iterator
+from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from typing import cast
 
 import trio
 
-
-def leaves(error: BaseException) -> Iterator[BaseException]:
-    """Yield the errors inside nested groups, or the error itself."""
-    if isinstance(error, BaseExceptionGroup):
-        # isinstance cannot name the type argument.
-        for inner in cast("BaseExceptionGroup[BaseException]", error).exceptions:
-            yield from leaves(inner)
-    else:
-        yield error
+from kvlease.errors import leaves
 
 
 def without_cancellation(error: BaseException) -> BaseException | None:

@@ -14,11 +14,11 @@ from typing import Literal, Protocol, TypeAlias, TypeVar, final
 import trio
 from attrs import frozen
 
-from kvlease.errors import ActorBroken, ActorClosed, InternalError, UsageError
+from kvlease.errors import ActorBroken, ActorClosed, InternalError, UsageError, leaves
 from kvlease.protocols.event_base import current_actor
 from kvlease.runtime.actor import ActorEvent, ActorSpec
 from kvlease.runtime.mailbox import Mailbox
-from kvlease.runtime.nurseries import leaves, without_cancellation
+from kvlease.runtime.nurseries import without_cancellation
 
 M = TypeVar("M")
 Strategy: TypeAlias = Literal["one_for_one", "rest_for_one"]

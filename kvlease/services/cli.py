@@ -7,13 +7,13 @@ closed. Torch is loaded by the commands that serve, not by ``--help``.
 
 import os
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from kvlease.errors import BadInput, OperatingError
+from kvlease.errors import BadInput, OperatingError, leaves
 from kvlease.services.lab.explore_options import ExploreOptions
 from kvlease.services.options import (
     CommonOptions,
@@ -32,30 +32,20 @@ if TYPE_CHECKING:
 OK, WRONG, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """Yield the errors inside nested groups, or the error itself."""
-    if isinstance(error, BaseExceptionGroup):
-        group = cast("BaseExceptionGroup[BaseException]", error)
-        for inner in group.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error
-
-
 def _say(sentence: str) -> None:
     print(f"kvlease: {' '.join(sentence.split())}", file=sys.stderr)
 
 
 def _judge(error: BaseException) -> int:
     """Say what an error means and return the exit status; a mistake in the code is raised."""
-    leaves = list(_leaves(error))
-    if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
+    inner = list(leaves(error))
+    if any(isinstance(leaf, KeyboardInterrupt) for leaf in inner):
         _say("interrupted; sessions were ended and the log is closed")
         return INTERRUPTED
-    if not all(isinstance(leaf, (BadInput, OperatingError)) for leaf in leaves):
+    if not all(isinstance(leaf, (BadInput, OperatingError)) for leaf in inner):
         raise error
-    bad = next((leaf for leaf in leaves if isinstance(leaf, BadInput)), None)
-    _say(str(bad or leaves[0]))
+    bad = next((leaf for leaf in inner if isinstance(leaf, BadInput)), None)
+    _say(str(bad or inner[0]))
     return BAD_INPUT if bad is not None else WRONG
 
 
@@ -89,7 +79,7 @@ def _open_log(common: CommonOptions) -> "Generator[EventLog, None, None]":
         with open_event_log(common.log, common.log_level) as log:
             yield log
     except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
-        is_refused = any(isinstance(leaf, BadInput) for leaf in _leaves(error))
+        is_refused = any(isinstance(leaf, BadInput) for leaf in leaves(error))
         if is_refused and path is not None:
             if older is not None:
                 older.replace(path)
@@ -256,6 +246,8 @@ def _dispatch(argv: Sequence[str] | None) -> int:
             return _race(options)
         case ExploreOptions():
             check_writable(options.json)
+            check_writable(options.log)
+            check_apart({"--json": options.json, "--log": options.log})
             _settle_threads(None)
             return _explore(options)
         case DoctorOptions():

@@ -58,7 +58,7 @@ async def race(
     complaints = [
         f"{name}: {complaint}"
         for name, result in results.items()
-        if result.row.gate == "full" and not result.row.is_right
+        if result.row.gate == "full" and not result.row.is_clean
         for complaint in result.complaints or ("not right",)
     ]
     complaints += [

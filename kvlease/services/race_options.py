@@ -39,6 +39,10 @@ examples:
 """
 
 
+_TABLE_FLAGS: Final = ("sessions", "index_k_format", "gate")
+_EXPLORE_FLAGS: Final = ("scenario", "schedules", "policy", "choices")
+
+
 @frozen
 class RaceOptions:
     """Which rows, and where results go. Raises BadInput."""
@@ -55,6 +59,8 @@ class RaceOptions:
         for count in self.sessions:
             if not 1 <= count <= MAX_SESSIONS:
                 raise BadInput(f"--sessions has {count}; give numbers from 1 to {MAX_SESSIONS}")
+        if self.seed < 0:
+            raise BadInput(f"--seed is {self.seed}; give 0 or more")
         if self.log is not None and Path(self.log).exists() and not Path(self.log).is_dir():
             raise BadInput(f"--log {self.log} is a file; give a folder, each row has a log")
 
@@ -112,10 +118,14 @@ def add_race(parser: argparse.ArgumentParser) -> None:
 
 def race_options(space: argparse.Namespace) -> RaceOptions | ExploreOptions:
     """Read the options from what argparse found; raises BadInput."""
+    foreign = _TABLE_FLAGS if space.explore else _EXPLORE_FLAGS
+    for name in foreign:
+        if getattr(space, name) is not None:
+            flag = name.replace("_", "-")
+            where = "the table; drop --explore" if space.explore else "exploration; add --explore"
+            raise BadInput(f"--{flag} belongs to {where}, or drop the flag")
     if space.explore:
         return explore_options(space)
-    if space.choices is not None or space.scenario is not None:
-        raise BadInput("--scenario and --choices belong to exploration; add --explore")
     return RaceOptions(
         sessions=_counts(space.sessions) or SESSIONS,
         formats=tuple(dict.fromkeys(space.index_k_format or FORMATS)),

@@ -20,6 +20,7 @@ import msgspec
 import trio
 from attrs import field, frozen
 
+from kvlease.errors import leaves
 from kvlease.protocols.events import (
     Event,
     LogOpen,
@@ -28,7 +29,6 @@ from kvlease.protocols.events import (
     RequestSubmitted,
 )
 from kvlease.runtime.event_log import EventLog
-from kvlease.runtime.nurseries import leaves
 from kvlease.services.lab.schedule import (
     Choices,
     Chooser,

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kvlease.errors import BadInput
 from kvlease.services.lab.explore import ExploreResult, Failure, Outcome, explore, run_once
 from kvlease.services.lab.explore_options import ExploreOptions
 from kvlease.services.lab.scenarios import SCENARIOS
 from kvlease.services.lab.schedule import Replay, choices_of, choices_text, policy_of
+from kvlease.services.outputs import whole_file
 
 Progress = Callable[[str, int], None]
 """Hears of a scenario's name and of how many of its schedules have been run."""
@@ -65,12 +65,10 @@ def run_explore(
     policy = policy_of(options.policy)
     reports: list[ScenarioReport] = []
     for name in options.scenarios:
-
-        def tell(count: int, name: str = name) -> None:
-            progress(name, count)
-
         seeds = range(options.seed, options.seed + options.schedules)
-        result = explore(SCENARIOS[name], seeds=seeds, policy=policy, progress=tell)
+        result = explore(
+            SCENARIOS[name], seeds=seeds, policy=policy, progress=partial(progress, name)
+        )
         reports.append(_report_of(result))
     return ExploreReport(scenarios=reports)
 
@@ -115,11 +113,8 @@ def _replay(options: ExploreOptions, text: str) -> ScenarioReport:
 
 def _write_log(path: str, outcome: Outcome) -> None:
     encode = msgspec.json.Encoder().encode
-    lines = b"".join(encode(event) + b"\n" for event in outcome.events)
-    try:
-        Path(path).write_bytes(lines)
-    except OSError as error:
-        raise BadInput(f"cannot write {path}: {error.strerror or error}") from error
+    with whole_file(path) as file:
+        file.writelines(encode(event) + b"\n" for event in outcome.events)
 
 
 def print_explore(report: ExploreReport, console: Console) -> None:

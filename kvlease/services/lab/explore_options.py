@@ -47,6 +47,9 @@ class ExploreOptions:
             raise BadInput("--log with --explore is for the one run that --choices replays")
 
 
+_DEFAULTS: Final = ExploreOptions()
+
+
 def add_explore(parser: argparse.ArgumentParser) -> None:
     """Add the flags that only exploration takes; ``--seed``, ``--log``, ``--json`` are race's."""
     group = parser.add_argument_group("exploration of schedules (--explore)")
@@ -66,15 +69,14 @@ def add_explore(parser: argparse.ArgumentParser) -> None:
         "--schedules",
         type=int,
         metavar="N",
-        default=500,
-        help="schedules of each scenario, one a seed from --seed on (default: %(default)s)",
+        help="schedules of each scenario, one a seed from --seed on (default: "
+        f"{_DEFAULTS.schedules})",
     )
     group.add_argument(
         "--policy",
         metavar="P",
-        default="mixed",
         help="mixed; random: any runnable task next; pct:N: random priorities that change N-1 "
-        "times (default: %(default)s)",
+        f"times (default: {_DEFAULTS.policy})",
     )
     group.add_argument(
         "--choices",
@@ -87,9 +89,9 @@ def explore_options(space: argparse.Namespace) -> ExploreOptions:
     """Read the options from what argparse found; raises BadInput."""
     return ExploreOptions(
         scenarios=tuple(space.scenario or SCENARIO_NAMES),
-        schedules=space.schedules,
+        schedules=_DEFAULTS.schedules if space.schedules is None else space.schedules,
         seed=space.seed,
-        policy=space.policy,
+        policy=space.policy or _DEFAULTS.policy,
         choices=space.choices,
         log=space.log,
         json=space.json,

@@ -46,11 +46,6 @@ class RaceRow(RunReport, frozen=True, kw_only=True):
     simulated_s: float
     ratio: float | None = None
 
-    @property
-    def is_right(self) -> bool:
-        """Whether nothing was corrupt, hung or leaked."""
-        return not self.corrupt_turns and not self.hung_sessions and self.ledger_ok
-
 
 class RowResult(msgspec.Struct, frozen=True):
     """A finished row, sentences about what went wrong in it, and whether its log is whole."""

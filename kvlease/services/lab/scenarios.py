@@ -14,6 +14,7 @@ from functools import cache
 from typing import Final, final
 
 import trio
+import trio.testing
 from attrs import evolve, frozen
 
 from kvlease.kernels.models.witness_model import VOCAB_SIZE, WitnessModel
