@@ -13,6 +13,7 @@ from typing import Any, final
 
 from kvlease.errors import BadInput
 from kvlease.protocols import events as ev
+from kvlease.services.replay.bounds import beyond_bounds
 from kvlease.services.replay.endings import check_end, stuck_requests
 from kvlease.services.replay.findings import Findings
 from kvlease.services.replay.lease_rules import LeaseRules
@@ -128,6 +129,8 @@ class Checker:
         if self._world is not None:
             self._findings.doubt("another log.open in the middle of the log", self._line(event))
             return
+        if beyond := beyond_bounds(event):
+            raise BadInput(f"the log has a head that kvlease cannot judge by: {beyond}")
         self._first_ns = event.t_ns
         world = self._world = World(event, self._findings)
         openings = self._openings = OpeningRules(world)
@@ -188,11 +191,12 @@ class Checker:
         self._findings.doubt(f"a line is no event ({event.reason})", self._line(event))
         self._forget()
 
-    def verdict(self, *, truncated: bool = False) -> Verdict:
+    def verdict(self, *, truncated: bool = False, damage: str = "") -> Verdict:
         """Say what the log shows, as far as it was fed.
 
         Args:
             truncated: whether its last line was cut off and dropped.
+            damage: what is wrong with the file that it was read from, if anything is.
 
         Raises:
             BadInput: nothing was fed.
@@ -208,6 +212,12 @@ class Checker:
                 f"the log breaks off ({how}), so how things ended is not told",
                 findings.lines.line_of(last), ("R9",),
             )  # fmt: skip
+        elif truncated or last != self._closed_seq:
+            what = "lines" if last != self._closed_seq else "bytes that are no line"
+            findings.doubt(f"{what} follow log.close, which ends a log", self._closed_line)
+        if damage:
+            why = f"its compressed file is damaged ({damage})"
+            findings.doubt(why, findings.lines.line_of(last))
         decision: Decision = "violations" if findings.counts else "clean"
         if not findings.counts and findings.doubts:
             decision = "cannot tell"
@@ -280,9 +290,12 @@ def check_log(path: str) -> Verdict:
     """
     checker = Checker()
     with open_log(path) as log, _without_collector():
-        for first_line, block in log.blocks():
-            checker.feed_block(first_line, block)
-        return checker.verdict(truncated=log.truncated)
+        try:
+            for first_line, block in log.blocks():
+                checker.feed_block(first_line, block)
+            return checker.verdict(truncated=log.truncated, damage=log.damage)
+        except OverflowError as error:  # JSON takes them, and no second or millisecond does
+            raise BadInput(f"{path} has times of hundreds of digits; it is no event log") from error
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from kvlease.protocols.events import PageRun
 
 FREE, HELD, SEALED, QUARANTINED, UNKNOWN = range(5)
 STATE_NAMES = ("free", "held", "sealed", "quarantined", "unknown")
-MAX_PAGES = 1 << 24
+MAX_PAGES = 1 << 22
 """Pages of a tier whose size the head does not state are believed up to here."""
 
 NO_RUNS: Final[list[PageRun]] = []

@@ -11,12 +11,13 @@ import zlib
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from io import BufferedIOBase, BufferedReader
-from typing import Final, TypeAlias, cast, final, get_args
+from typing import Final, TextIO, TypeAlias, cast, final, get_args
 
 import msgspec
 
 from kvlease.errors import BadInput
 from kvlease.protocols.events import SCHEMA_VERSION, AnyEvent, Event, LogOpen
+from kvlease.services.replay.bounds import beyond_bounds
 
 BLOCK_BYTES = 1 << 14
 """Read and decoded at once: few enough events that their memory stays in the processor's caches."""
@@ -51,18 +52,26 @@ _decode_lines = msgspec.json.Decoder(cast("type[Event]", AnyEvent)).decode_lines
 _decode_head = msgspec.json.Decoder(_Head).decode
 KINDS: Final = cast("tuple[type[Event], ...]", get_args(AnyEvent))
 """Every type of event that this version knows."""
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding raises; the last for what is nested without end."""
 _KNOWN = frozenset(str(kind.__struct_config__.tag) for kind in KINDS)
 
 
 @final
 class LogReader:
-    """Blocks of one log, in order. ``truncated`` is true once its last line was found cut off."""
+    """Blocks of one log, in order.
+
+    Attributes:
+        truncated: whether it was found to be cut off: its last line is none, and is dropped.
+        damage: what is wrong with its compressed file; empty if nothing was found.
+    """
 
     def __init__(self, file: BufferedIOBase, name: str) -> None:
         """Borrow a binary file that stands at the log's first byte; ``name`` is for errors."""
         self._file = file
         self._name = name
         self.truncated = False
+        self.damage = ""
 
     def blocks(self) -> Iterator[Block]:
         """Yield the log's events; the first is its head.
@@ -70,25 +79,27 @@ class LogReader:
         Raises:
             BadInput: this is no log, or one of another version.
         """
-        line, rest = 1, b""
-        while True:
-            chunk = self._read()
-            data = rest + chunk if rest else chunk
-            end = data.rfind(b"\n") + 1
-            whole, rest = data[:end], data[end:]
-            if whole:
-                if line == 1:
-                    self._check_head(whole[: whole.index(b"\n")])
-                num_lines = _count_lines(whole)
-                yield line, self._decode(whole, num_lines)
-                line += num_lines
-            if not chunk:
-                break
+        line, parts = 1, list[bytes]()  # of a line whose end has not been read
+        while chunk := self._read():
+            end = chunk.rfind(b"\n") + 1
+            if not end:
+                parts.append(chunk)
+                continue
+            whole = b"".join((*parts, chunk[:end])) if parts else chunk[:end]
+            parts = [chunk[end:]] if end < len(chunk) else []
+            if line == 1:
+                self._check_head(whole[: whole.index(b"\n")])
+            num_lines = _count_lines(whole)
+            yield line, self._decode(whole, num_lines)
+            line += num_lines
+        rest = b"".join(parts)
         if rest:
             if line == 1:
                 self._check_head(rest)
             yield from self._last(rest, line)
         elif line == 1:
+            if self.damage:
+                raise BadInput(f"{self._name} is not a readable gzip file ({self.damage})")
             raise BadInput(
                 f"{self._name} is empty; give an event log (--log of the other commands)"
             )
@@ -96,18 +107,19 @@ class LogReader:
     def _read(self) -> bytes:
         try:
             return self._file.read1(BLOCK_BYTES)
-        except (EOFError, zlib.error):  # a compressed log that was cut off or damaged
+        except EOFError:  # a compressed log that was cut off
             self.truncated = True
             return b""
-        except gzip.BadGzipFile as error:
-            raise BadInput(f"{self._name} is not a readable gzip file ({error})") from error
+        except (gzip.BadGzipFile, zlib.error) as error:  # what was read before is judged
+            self.truncated, self.damage = True, str(error)
+            return b""
         except OSError as error:
             raise BadInput(f"cannot read {self._name}: {error.strerror or error}") from error
 
     def _check_head(self, line: bytes) -> None:
         try:
             head = _decode_head(line)
-        except msgspec.MsgspecError as error:
+        except _UNREADABLE as error:
             raise BadInput(f"{self._name} is no event log: its first line is no event") from error
         if head.event != "log.open":
             raise BadInput(
@@ -120,14 +132,16 @@ class LogReader:
                 f"version {SCHEMA_VERSION}; replay it with the version that wrote it"
             )
         try:
-            msgspec.json.decode(line, type=LogOpen)
-        except msgspec.MsgspecError as error:
+            beyond = beyond_bounds(msgspec.json.decode(line, type=LogOpen))
+        except _UNREADABLE as error:
             raise BadInput(f"{self._name} has a head that cannot be read: {error}") from error
+        if beyond:
+            raise BadInput(f"{self._name} has a head that kvlease cannot judge by: {beyond}")
 
     def _decode(self, whole: bytes, num_lines: int) -> list[Event]:
         try:
             events = _decode_lines(whole)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except _UNREADABLE:
             events = []
         if len(events) == num_lines:
             return events
@@ -149,11 +163,11 @@ def _count_lines(whole: bytes) -> int:
 def _decode_one(line: bytes) -> Event:
     try:
         return _decode_event(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         reason = str(error)
     try:
         head = _decode_head(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except _UNREADABLE:
         return BrokenLine(reason=reason)
     if head.event in _KNOWN:
         return BrokenLine(seq=head.seq, t_ns=head.t_ns, reason=f"{head.event}: {reason}")
@@ -174,6 +188,8 @@ def open_log(path: str) -> Generator[LogReader, None, None]:
         BadInput: the file cannot be opened.
     """
     name = "standard input" if path == "-" else path
+    if path == "-" and (cast("TextIO | None", sys.stdin) is None or sys.stdin.closed):
+        raise BadInput("cannot read standard input, which is closed; name a file instead")
     try:
         raw = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115 - closed below
     except OSError as error:
