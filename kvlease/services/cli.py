@@ -2,12 +2,12 @@
 
 0: all is well. 1: something was corrupt, hung, failed or leaked, or the log is incomplete. 2: the
 input was wrong, and nothing is left behind. 130: interrupted; sessions were ended and the log was
-closed. Torch is loaded by the commands that serve, not by ``--help``.
+closed, where there were any. Torch is loaded by the commands that serve, not by ``--help``.
 """
 
 import os
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -159,6 +159,17 @@ def _generate(options: GenerateOptions) -> int:
     return OK if log.complete else WRONG
 
 
+def _serving_nothing(command: Callable[[], int]) -> int:
+    """Run a command without sessions that an interrupt would end, or a log that it would close."""
+    try:
+        return command()
+    except (KeyboardInterrupt, BaseExceptionGroup) as error:
+        if not any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves(error)):
+            raise
+        _say("interrupted")
+        return INTERRUPTED
+
+
 def _replay(options: ReplayOptions) -> int:
     from rich.console import Console
 
@@ -239,7 +250,7 @@ def _dispatch(argv: Sequence[str] | None) -> int:
             _check_replay(options)
             if options.rerun:
                 _settle_threads(options.model)
-            return _replay(options)
+            return _serving_nothing(partial(_replay, options))
         case RaceOptions():
             check_writable(options.json)
             _settle_threads(None)
@@ -252,7 +263,7 @@ def _dispatch(argv: Sequence[str] | None) -> int:
             return _explore(options)
         case DoctorOptions():
             check_writable(options.json)
-            return _doctor(options)
+            return _serving_nothing(partial(_doctor, options))
         case _:
             raise AssertionError(f"no command takes {options!r}")
 

@@ -224,6 +224,24 @@ def test_errors_become_statuses(
     assert capsys.readouterr().err == said
 
 
+@pytest.mark.parametrize("line", ["replay run.kvlog", "doctor"])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), BaseExceptionGroup("", [KeyboardInterrupt()])], ids=["one", "in"]
+)
+def test_an_interrupt_of_what_serves_nothing_claims_nothing(
+    line: str,
+    error: BaseException,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(options: object) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, f"_{line.split()[0]}", fail)
+    assert cli.main(line.split()) == 130
+    assert capsys.readouterr().err == "kvlease: interrupted\n"
+
+
 def test_a_false_invariant_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(argv: object) -> int:
         raise LedgerImbalance("one page counted twice")
