@@ -149,6 +149,24 @@ PLANTS = {
         change(ev.LeaseOpen, 6, transfer=2),
         [(ev.LeaseOpen, 6), (ev.LeaseClose, 5)],
     ),
+    "a sequence's lease on another tier than its pages": Plant(
+        "R14",
+        change(ev.LeaseOpen, 0, tier="storage"),
+        [(ev.LeaseOpen, 0), (ev.PageReserve, 0)],
+        request=1,
+        also=frozenset({"R3"}),
+    ),
+    "a destination's lease on another tier than its pages": Plant(
+        "R14",
+        change(ev.LeaseOpen, 2, tier="device"),
+        [(ev.LeaseOpen, 2), (ev.PageReserve, 1)],
+        also=frozenset({"R7"}),
+    ),
+    "a plan from another tier than its source's": Plant(
+        "R7",
+        change(ev.TransferPlan, 1, source_tier="storage"),
+        [(ev.LeaseOpen, 3), (ev.TransferPlan, 1)],
+    ),
     "a log closed with another number of lines": Plant(
         "R14", change(ev.LogClose, 0, events=7), [(ev.LogClose, 0)]
     ),

@@ -106,7 +106,11 @@ class PageRules:
             runs = [run for run in runs if pages.has(run[0], run[1])]
         sequence = self._sequences.get(number)
         if sequence is None:
-            if number in self._ends:
+            end = self._ends.get(number)
+            if end is not None:
+                if end.tier != event.tier:
+                    self._elsewhere(event, end.seq, end.tier)
+                    return
                 reserved = self._reserved
                 reserved[number] = [*reserved[number], *runs] if number in reserved else runs
             elif not self._world.is_lossy:
@@ -115,6 +119,9 @@ class PageRules:
             return
         if event.request != sequence.request:
             self._not_theirs(sequence, event)
+        if pages is not sequence.pages:
+            self._elsewhere(event, sequence.seq, sequence.pages.name)
+            return
         own = sequence.own
         for first, count, _ in runs:
             if count == 1:
@@ -148,6 +155,9 @@ class PageRules:
         if sequence is not None:
             if event.request != sequence.request:
                 self._not_theirs(sequence, event)
+            if pages is not sequence.pages:
+                self._elsewhere(event, sequence.seq, sequence.pages.name)
+                return
             self._seal_written(pages, runs, sequence, event.start, seq)
             return
         end = self._ends.get(number)
@@ -160,6 +170,14 @@ class PageRules:
         if not self._world.is_lossy:
             what = f"pages were sealed by lease {number}, which is not open"
             self._findings.violate("R3", what, (seq,), lease=number, request=event.request)
+
+    def _elsewhere(self, event: PageReserve | PageSeal, opened: int, tier: str) -> None:
+        what = (
+            f"lease {event.lease} is on the {tier} tier, and pages of it are told of {event.tier}"
+        )
+        self._findings.violate(
+            "R14", what, (opened, event.seq), lease=event.lease, request=event.request
+        )
 
     def _not_theirs(self, lease: SequenceState, event: PageReserve | PageSeal) -> None:
         what = (

@@ -45,6 +45,9 @@ class TransferEnds:
             )
             seqs = (lease.seq, event.seq)
             self._findings.violate("R14", what, seqs, transfer=event.transfer, lease=number)
+        if lease.tier != tier:
+            what = f"its {end} lease {number} is on the {lease.tier} tier and not on {tier}"
+            self.not_held(event, number, what, lease.seq)
         if (lease.mode == "shared") is not (end == "source"):
             what = f"its {end} lease {number} is {lease.mode}"
             self.not_held(event, number, what, lease.seq)

@@ -65,6 +65,7 @@ class TransferRules:
             source is None
             or source.mode != "shared"
             or source.transfer != number
+            or source.tier != event.source_tier
             or source.pages != event.source
         ):
             self._both.check(event, event.source_lease, event.source, event.source_tier, "source")
@@ -72,6 +73,7 @@ class TransferRules:
             target is None
             or target.mode != "exclusive"
             or target.transfer != number
+            or target.tier != event.destination_tier
             or self._reserved.get(event.destination_lease, NO_RUNS) != event.destination
         ):
             lease, runs = event.destination_lease, event.destination
