@@ -1,8 +1,7 @@
 """What has not ended when the log does: stuck requests, and what an orderly end must not leave."""
 
 from kvlease.services.replay.opening_rules import OpeningRules
-from kvlease.services.replay.request_rules import GRACE_NS
-from kvlease.services.replay.state import RequestState, World
+from kvlease.services.replay.state import GRACE_NS, RequestState, World
 from kvlease.services.replay.verdict import Stuck
 
 

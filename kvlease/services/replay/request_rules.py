@@ -13,10 +13,7 @@ from kvlease.protocols.events import (
 )
 from kvlease.services.replay.lease_rules import LeaseRules
 from kvlease.services.replay.page_rules import name_of
-from kvlease.services.replay.state import RequestState, SequenceState, World
-
-GRACE_NS = 5_000_000_000
-"""How long after its deadline a request may still end: the step that it is in goes on till then."""
+from kvlease.services.replay.state import GRACE_NS, RequestState, SequenceState, World
 
 
 @final

@@ -19,6 +19,8 @@ from kvlease.protocols.events import (
 from kvlease.services.replay.findings import Findings
 from kvlease.services.replay.pages import NO_RUNS, Pages
 
+GRACE_NS = 5_000_000_000
+"""How long after its deadline a request or a transfer may still end: who ends it may be at work."""
 MAX_LIMBO = 1024
 """Settled transfers that are kept because some of their bytes have not landed yet."""
 NO_SEQS: Final[list[int]] = []

@@ -15,7 +15,7 @@ from kvlease.protocols.events import (
 )
 from kvlease.services.replay.opening_rules import OpeningRules, depend
 from kvlease.services.replay.pages import NO_RUNS
-from kvlease.services.replay.state import Landing, TransferState, World
+from kvlease.services.replay.state import GRACE_NS, Landing, TransferState, World
 from kvlease.services.replay.transfer_ends import TransferEnds
 
 NUM_SLOWEST = 10
@@ -292,6 +292,13 @@ class TransferRules:
             return
         transfer.ended = how
         transfer.end = transfer.latest = seq
+        if plan.deadline_ns and t_ns > plan.deadline_ns + GRACE_NS:
+            overdue_s = (t_ns - plan.deadline_ns) / 1e9
+            self._findings.violate(
+                "R9",
+                f"transfer {transfer.id} ended {overdue_s:.1f} s after its deadline",
+                (transfer.planned, seq), transfer=transfer.id, request=transfer.request,
+            )  # fmt: skip
         took_ns = t_ns - plan.t_ns
         if took_ns >= self._least_ns:
             self._slow(transfer, took_ns)
