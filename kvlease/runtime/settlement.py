@@ -170,6 +170,7 @@ class Settlement:
             else:
                 reason = "load_failed" if held.is_lost else "step_failed"
                 self.restart(seq, "page_mismatch" if held.is_spoiled else reason)
+        self._restart_lost()
 
     # -- transfers -----------------------------------------------------------------------------
 
@@ -183,14 +184,22 @@ class Settlement:
             self._count_done(planned, transfer)
         elif not planned.is_lost:
             self._lost(planned, transfer)
-        for seq in list(core.running):
+        if not is_done:
+            self._restart_lost()
+            return
+        for seq in core.running:
             held = seq.held
-            if held is None or planned not in held.arrivals:
-                continue
-            if is_done:
+            if held is not None and planned in held.arrivals:
                 held.arrivals.remove(planned)
                 held.lease.pending.remove(transfer)
-            elif not seq.in_step:
+
+    def _restart_lost(self) -> None:
+        """Let every sequence start over that shares a load known to be lost, if it is in no step.
+
+        At once: its pages wait for the steps of this moment only, and no new one may have them.
+        """
+        for seq in list(self._core.running):
+            if not seq.in_step and seq.require_held().is_lost:
                 self.restart(seq, "load_failed")
 
     def _notice_losses(self, seq: Sequence) -> None:

@@ -15,6 +15,9 @@ from kvlease.runtime.assembly import EnginePorts
 from kvlease.runtime.engine import open_engine
 from kvlease.runtime.mailbox import Mailbox
 from kvlease.runtime.messages import TransferEnded, TransferSettled
+from kvlease.services.lab.explore import run_once
+from kvlease.services.lab.scenarios import SCENARIOS
+from kvlease.services.lab.schedule import Replay, choices_of
 from tests.runtime.toy import (
     COLD,
     PAGE,
@@ -98,3 +101,14 @@ async def test_a_step_that_fails_before_its_load_is_known_to_have_failed(reason:
         assert statistics.counters.failed_transfers == 1
         assert statistics.counters.discarded_steps == 1
         assert statistics.ledger_ok, statistics.ledger_error
+
+
+def test_who_shares_a_lost_load_is_put_into_no_step_before_the_loader_says_so() -> None:
+    """R6: a step's end told of the loss; a sharer beside it was given a step on the lost pages.
+
+    Those waited for the steps of that moment only, and were free while the new step read them.
+    """
+    choices = choices_of(
+        "6:4,7:3,8:4,9:3,10:4,11:3,12:4,13:4,39:1,40:1,41:1,42:1,43:1,44:1,45:1,46:2"
+    )
+    assert run_once(SCENARIOS["shared"], 686, Replay(choices)).problem is None
