@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlease.errors import UsageError
+from kvlease.kernels.models.one_byte_model import OneByteModel, StepView
 from kvlease.kernels.views import RowIndex, ring_rows, write_ring_rows, write_rows
-from kvlease.protocols.geometries import V4Geometry, deepseek_v4_schema, one_byte_rows
+from kvlease.protocols.geometries import V4Geometry
 from kvlease.protocols.ownership import StepLease
 from kvlease.protocols.ports import SampledToken, StepInput, Stream
-from kvlease.protocols.schema import AnyLayer, HeavyLayer, Schema, SlidingLayer, SparseLayer
+from kvlease.protocols.schema import AnyLayer
 from kvlease.protocols.views import (
     CompressorRows,
     HeavyStepView,
@@ -40,8 +40,6 @@ NULL_GEOMETRY = V4Geometry(
 VOCAB_SIZE = 129_280
 MAX_POSITIONS = 1 << 20
 _MULTIPLIER, _STEP = 1_103_515_245, 12_345
-
-StepView = SlidingStepView | SparseStepView | HeavyStepView
 
 
 def next_token(token: int, position: int) -> int:
@@ -115,43 +113,19 @@ class _Drawn:
 
 
 @final
-class NullModel:
+class NullModel(OneByteModel):
     """A `ModelRunner` that moves bytes and computes nothing."""
 
     def __init__(self, page_tokens: int) -> None:
         """Raises ConfigError when the ratios do not divide ``page_tokens``."""
-        full = deepseek_v4_schema(NULL_GEOMETRY, page_tokens, "float32")
-        self._schema = one_byte_rows(full)
+        super().__init__(
+            "null", NULL_GEOMETRY, page_tokens, vocab_size=VOCAB_SIZE, positions=MAX_POSITIONS
+        )
         self._ratios = {
             (layer.id, span.name): span.tokens_per_row
-            for layer in self._schema.layers
+            for layer in self.schema.layers
             for span in layer.spans
         }
-
-    @property
-    def schema(self) -> Schema:
-        """Every component of a small DeepSeek-V4, one byte a row."""
-        return self._schema
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are 0 .. vocab_size - 1."""
-        return VOCAB_SIZE
-
-    @property
-    def max_positions(self) -> int:
-        """The longest sequence, in tokens."""
-        return MAX_POSITIONS
-
-    @property
-    def eos_tokens(self) -> frozenset[int]:
-        """No token ends an answer."""
-        return frozenset()
-
-    @property
-    def fingerprint(self) -> str:
-        """Constant: there are no weights."""
-        return "null"
 
     async def forward(self, inputs: StepInput, lease: StepLease, stream: Stream) -> _Drawn:
         """Resolve every layer in turn and launch its writes.
@@ -159,8 +133,8 @@ class NullModel:
         Checkpoints: only where a layer's lease waits. Raises TransferFailed as the leases do.
         """
         rows = _Rows(inputs)
-        for layer in self._schema.layers:
-            view = await _resolve(lease, layer, stream)
+        for layer in self.schema.layers:
+            view = await self._resolve(lease, layer, stream)
             stream.launch(partial(self._fill, layer, view, rows))
         return _Drawn(inputs)
 
@@ -172,18 +146,6 @@ class NullModel:
         for ring in _rings(view):
             sequences, places, stored = rows.ringed(ring_rows(ring))
             write_ring_rows(ring, sequences, places, stored, rows.index)
-
-
-async def _resolve(lease: StepLease, layer: AnyLayer, stream: Stream) -> StepView:
-    match layer:
-        case SlidingLayer():
-            return await lease[layer].resolve(stream)
-        case SparseLayer():
-            return await lease[layer].resolve(stream)
-        case HeavyLayer():
-            return await lease[layer].resolve(stream)
-        case _:
-            raise UsageError(f"{type(layer).__name__} is no layer of the null model")
 
 
 def _opened(view: StepView) -> tuple[OpenRows, ...]:

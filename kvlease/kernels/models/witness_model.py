@@ -16,7 +16,7 @@ import torch
 from attrs import define, frozen
 from torch import Tensor
 
-from kvlease.errors import UsageError
+from kvlease.kernels.models.one_byte_model import OneByteModel, StepView
 from kvlease.kernels.views import (
     RowIndex,
     read_pages,
@@ -24,16 +24,12 @@ from kvlease.kernels.views import (
     write_ring_rows,
     write_rows,
 )
-from kvlease.protocols.geometries import V4Geometry, deepseek_v4_schema, one_byte_rows
+from kvlease.protocols.geometries import V4Geometry
 from kvlease.protocols.ownership import StepLease
 from kvlease.protocols.ports import SampledToken, SequenceInput, StepInput, Stream
 from kvlease.protocols.schema import (
     AnyLayer,
-    HeavyLayer,
-    Schema,
-    SlidingLayer,
     SpanComponent,
-    SparseLayer,
     TailComponent,
 )
 from kvlease.protocols.views import (
@@ -60,8 +56,6 @@ VOCAB_SIZE = 97
 MAX_POSITIONS = 1 << 16
 _PRIME = 251
 """Rows hold values below this; the pools' poison is 255, so no row can equal it."""
-
-StepView = SlidingStepView | SparseStepView | HeavyStepView
 
 
 @define
@@ -208,39 +202,16 @@ class _Drawn:
 
 
 @final
-class WitnessModel:
+class WitnessModel(OneByteModel):
     """A `ModelRunner` that reads everything it may and mixes it into its answers; greedy only."""
 
     def __init__(
         self, geometry: V4Geometry = WITNESS_GEOMETRY, page_tokens: int = PAGE_TOKENS
     ) -> None:
         """Raises ConfigError when the ratios do not divide ``page_tokens``."""
-        self._schema = one_byte_rows(deepseek_v4_schema(geometry, page_tokens, "float32"))
-
-    @property
-    def schema(self) -> Schema:
-        """Every component of a very small DeepSeek-V4, one byte a row."""
-        return self._schema
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are 0 .. vocab_size - 1."""
-        return VOCAB_SIZE
-
-    @property
-    def max_positions(self) -> int:
-        """The longest sequence, in tokens."""
-        return MAX_POSITIONS
-
-    @property
-    def eos_tokens(self) -> frozenset[int]:
-        """No token ends an answer."""
-        return frozenset()
-
-    @property
-    def fingerprint(self) -> str:
-        """Constant: there are no weights."""
-        return "witness"
+        super().__init__(
+            "witness", geometry, page_tokens, vocab_size=VOCAB_SIZE, positions=MAX_POSITIONS
+        )
 
     async def forward(self, inputs: StepInput, lease: StepLease, stream: Stream) -> _Drawn:
         """Resolve every layer in turn and launch its work.
@@ -248,22 +219,10 @@ class WitnessModel:
         Checkpoints: only where a layer's lease waits. Raises TransferFailed as the leases do.
         """
         step = _Step(inputs)
-        for layer in self._schema.layers:
-            handles = _handles(await _resolve(lease, layer, stream))
+        for layer in self.schema.layers:
+            handles = _handles(await self._resolve(lease, layer, stream))
             stream.launch(partial(_run_layer, layer, handles, step))
         return _Drawn(inputs, step.running)
-
-
-async def _resolve(lease: StepLease, layer: AnyLayer, stream: Stream) -> StepView:
-    match layer:
-        case SlidingLayer():
-            return await lease[layer].resolve(stream)
-        case SparseLayer():
-            return await lease[layer].resolve(stream)
-        case HeavyLayer():
-            return await lease[layer].resolve(stream)
-        case _:
-            raise UsageError(f"{type(layer).__name__} is no layer of the witness model")
 
 
 def _handles(view: StepView) -> _Handles:
