@@ -170,6 +170,13 @@ class StreamBase(ABC):
         if self._observer is not None:
             self._observer(completion, seconds)
 
+    def _drop(self, item: Item) -> None:
+        """Let go of an item that will not be run any more."""
+        if isinstance(item, Launch):
+            self._skipped += 1
+        elif isinstance(item, Mark):
+            item.completion.revoke(f"stream {self.name} was abandoned")
+
     def _run_mark(self, item: Mark) -> None:
         scope = item.scope
         if scope.problem is None:

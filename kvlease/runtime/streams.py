@@ -188,12 +188,6 @@ class CpuStream(StreamBase):
             completion.forget(open_gate)
         self._gate = None
 
-    def _drop(self, item: Item) -> None:
-        if isinstance(item, Launch):
-            self._skipped += 1
-        elif isinstance(item, Mark):
-            item.completion.revoke(f"stream {self.name} was abandoned")
-
 
 @asynccontextmanager
 async def open_cpu_stream(

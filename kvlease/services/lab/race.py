@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO
 
 import msgspec
 import trio
@@ -29,12 +29,10 @@ from kvlease.services.lab.faults import gate_plan
 from kvlease.services.lab.race_data import ColdSession, RaceRow, RowResult
 from kvlease.services.lab.race_jobs import IndexFormat, RaceSetup, RowJob
 from kvlease.services.lab.race_sessions import race_sessions, with_answers
-from kvlease.services.lab.schedule import Replay, run_scheduled
+from kvlease.services.lab.schedule import run_in_order
 from kvlease.services.run_command import report_of
 from kvlease.services.sessions import Session, Tokens, pack
 from kvlease.services.verify import Mismatch, first_difference
-
-_MAX_STEPS: Final = 100_000_000
 
 
 @cache
@@ -119,9 +117,7 @@ def run_row(setup: RaceSetup, job: RowJob, cold: Sequence[ColdSession]) -> RowRe
         async def row() -> None:
             made.append(await _serve(setup, job, sessions, cold, file))
 
-        ran = run_scheduled(row, Replay({}), max_steps=_MAX_STEPS)
-    if ran.error is not None:
-        raise ran.error
+        run_in_order(row)
     wall_s = round(time.perf_counter() - began, 3)
     result = made[0]
     return msgspec.structs.replace(result, row=msgspec.structs.replace(result.row, wall_s=wall_s))

@@ -26,12 +26,11 @@ from kvlease.runtime.models import load
 from kvlease.services.lab.device import SimulatedDevice, virtual_log
 from kvlease.services.lab.faults import FaultPlan
 from kvlease.services.lab.recording import Arrival, Recording, read_recording
-from kvlease.services.lab.schedule import Replay, run_scheduled
+from kvlease.services.lab.schedule import run_in_order
 from kvlease.services.lab.spec import DeviceSpec
 from kvlease.services.lab.timing import RecordedTiming
 from kvlease.services.replay.verdict import Difference, RerunReport
 
-_MAX_STEPS = 100_000_000
 _VOLATILE = frozenset(
     {"seq", "t_ns", "deadline_ns", "stalls", "ttft_us", "load_us", "recompute_us", "decision"}
 )
@@ -114,9 +113,7 @@ def _run(recording: Recording, setup: _Setup, numbers: dict[int, int]) -> list[E
             await _serve(engine, recording, numbers)
         log.close()
 
-    ran = run_scheduled(main, Replay({}), _MAX_STEPS)
-    if ran.error is not None:
-        raise ran.error
+    run_in_order(main)
     return events
 
 

@@ -29,6 +29,8 @@ from kvlease.errors import BadInput, InternalError
 
 MAX_STEPS: Final = 50_000
 """Steps of one run; a run that takes more goes round in circles."""
+_LONG_RUN: Final = 100_000_000
+"""Steps of a whole workload under the default schedule."""
 _IDLE_PASSES: Final = 100
 """Passes in a row with nothing to run. A jump of the mock clock takes two of them."""
 
@@ -323,6 +325,13 @@ def run_scheduled(
         error = InternalError(f"the run cannot go on: {trace.stuck}")
         _sweep_up(wreck)
     return Ran(trace, error)
+
+
+def run_in_order(body: Callable[[], Awaitable[None]]) -> None:
+    """Run a long Trio program in virtual time under the default schedule; raise what it raises."""
+    ran = run_scheduled(body, Replay(Choices()), _LONG_RUN)
+    if ran.error is not None:
+        raise ran.error
 
 
 def _sweep_up(wreck: list[BaseException]) -> None:

@@ -145,12 +145,6 @@ class SimulatedStream(StreamBase):
             self._count_wait(completion, trio.current_time() - began)
         self._check_awaited(item)
 
-    def _drop(self, item: Item) -> None:
-        if isinstance(item, Launch):
-            self._skipped += 1
-        elif isinstance(item, Mark):
-            item.completion.revoke(f"stream {self.name} was abandoned")
-
 
 @asynccontextmanager
 async def open_simulated_stream(
