@@ -1,0 +1,33 @@
+"""Triton kernels run for real where there is a CUDA device, else in Triton's interpreter."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+
+if importlib.util.find_spec("triton") is None:
+    collect_ignore_glob = ["test_*.py"]
+elif not HAS_CUDA:
+    # before Triton is loaded: its own library functions are decorated on import
+    os.environ["TRITON_INTERPRET"] = "1"
+    from tests.kernels.gpu import interpreter
+
+    interpreter.repair()
+
+
+@pytest.fixture
+def device() -> str:
+    """Where the test's tensors live; on "cpu" kernels are interpreted, so sizes must be tiny."""
+    return "cuda" if HAS_CUDA else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _quiet_numpy() -> Iterator[None]:
+    """Masked lanes overflow and divide by zero on the device too, without a warning."""
+    with np.errstate(all="ignore"):
+        yield
