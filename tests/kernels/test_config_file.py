@@ -112,7 +112,12 @@ def test_present_and_older_spellings_agree(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "yarn"}}, "factor is missing"),
         ({"rope_scaling": {"type": "yarn", "factor": 2, "attention_factor": 1.2}}, "must be 1.0"),
         ({"rope_scaling": [1]}, "rope_scaling is"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is set"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method is 'awq'; give 'fp8'"),
+        ({"quantization_config": {"weight_block_size": [1, 32]}}, "weight_block_size is"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}, "expert_dtype": "int4"},
+            "expert_dtype is 'int4'; give 'fp8' or 'fp4'",
+        ),
         ({"o_groups": 3}, "o_groups is 3"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok exceeds"),
         ({"index_head_dim": 2}, "index_head_dim is smaller"),

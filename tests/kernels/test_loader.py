@@ -194,7 +194,10 @@ def _unknown_expert(stored: dict[str, Tensor]) -> None:
     [
         (_missing, "layers.1.attn.wkv.weight is missing"),
         (_misshapen, r"layers.1.attn.wkv.weight has shape \[3, 3\], config.json asks for"),
-        (_quantised, "wq_a.weight is stored as F8_E4M3"),
+        (
+            _quantised,
+            r"wq_a.weight is stored as F8_E4M3; .* beside them in layers.0.attn.wq_a.scale",
+        ),
         (_not_finite, "norm.weight holds values that cannot be weights"),
         (_unknown_expert, "tid2eid holds values that cannot be weights"),
     ],

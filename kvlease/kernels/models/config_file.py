@@ -11,6 +11,7 @@ import msgspec
 
 from kvlease.errors import ModelLoadError
 from kvlease.kernels.models.config import MlpKind, V4Config
+from kvlease.kernels.models.quantized import FP8_BLOCK
 from kvlease.kernels.rope import Yarn
 from kvlease.kernels.routing import SCORES, Scoring
 from kvlease.protocols.geometries import LayerKind
@@ -30,6 +31,12 @@ _FIXED: dict[str, object] = {
     "norm_topk_prob": True,
     "attention_bias": False,
     "mlp_bias": False,
+}
+_QUANTIZED: dict[str, tuple[object, ...]] = {
+    "quant_method": ("fp8",),
+    "fmt": ("e4m3",),
+    "weight_block_size": (list(FP8_BLOCK),),
+    "expert_dtype": ("fp8", "fp4"),
 }
 
 
@@ -98,6 +105,19 @@ def read_config(folder: Path) -> V4Config:
     return parse_config(path, cast("dict[str, object]", raw))
 
 
+def _check_quantization(r: _Reader) -> None:
+    """Refuse formats that the loader does not read; how each tensor is stored it sees itself."""
+    asked = r.mapping("quantization_config")
+    if not asked:
+        return
+    found = {"expert_dtype": r.values.get("expert_dtype"), **asked}
+    for key, known in _QUANTIZED.items():
+        value = found.get(key)
+        if value is not None and value not in known:
+            choices = " or ".join(repr(each) for each in known)
+            raise r.refuse(f"quantization_config.{key}", f"is {value!r}; give {choices}")
+
+
 def parse_config(path: Path, values: Mapping[str, object]) -> V4Config:
     """Return the configuration that ``values`` describe; ``path`` is for messages only.
 
@@ -112,10 +132,7 @@ def parse_config(path: Path, values: Mapping[str, object]) -> V4Config:
     for key, only in _FIXED.items():
         if r.has(key) and r.values[key] != only:
             raise r.refuse(key, f"is {r.values[key]!r}; only {only!r} is supported")
-    if r.has("quantization_config"):
-        raise r.refuse(
-            "quantization_config", "is set; only float32 and bfloat16 weights are supported"
-        )
+    _check_quantization(r)
     num_layers = r.integer("num_hidden_layers")
     head_dim = r.integer("head_dim")
     rope_dim = _rope_dim(r, head_dim)

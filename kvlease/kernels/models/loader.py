@@ -16,6 +16,15 @@ from torch import Tensor
 
 from kvlease.errors import ModelLoadError
 from kvlease.kernels.models.config import V4Config
+from kvlease.kernels.models.quantized import (
+    FP4_DTYPES,
+    FP8_DTYPES,
+    SCALE_DTYPES,
+    dequantized,
+    scale_name,
+    scales_shape,
+    stored_shape,
+)
 from kvlease.kernels.models.tensor_names import (
     FUSED_DOWN,
     FUSED_UP,
@@ -26,8 +35,8 @@ from kvlease.kernels.models.tensor_names import (
     model_shapes,
 )
 
-_FLOATS = {"F64", "F32", "BF16", "F16"}
-_INTEGERS = {"I64", "I32"}
+_FLOATS = frozenset(("F64", "F32", "BF16", "F16"))
+_INTEGERS = frozenset(("I64", "I32"))
 _HASHED_WHOLE_NBYTES = 1 << 20
 _SAMPLE_NBYTES = 1 << 16
 
@@ -52,8 +61,8 @@ class Checkpoint:
     """An open checkpoint; a `TensorSource` for ``build_weights``. Close it by its ``with`` block.
 
     Raises (on opening):
-        ModelLoadError: no weights, a damaged or missing shard, a missing, misshapen or quantised
-            tensor.
+        ModelLoadError: no weights, a damaged or missing shard, a missing or misshapen tensor, or
+            one stored in a way that is not known.
     """
 
     def __init__(self, folder: Path, config: V4Config) -> None:
@@ -90,16 +99,34 @@ class Checkpoint:
 
     def _check(self) -> None:
         """Refuse what the model cannot use, before anything is read."""
-        for name, (path, file, stored) in self._where.items():
-            dtype = file.get_slice(stored).get_dtype()
-            wanted = _INTEGERS if name.endswith(".tid2eid") else _FLOATS
-            if dtype not in wanted:
+        for name, (path, _, stored) in self._where.items():
+            dtype = self._dtype(name)
+            if dtype not in self._accepted(name):
                 raise ModelLoadError(
-                    f"{path}: tensor {stored} is stored as {dtype};"
-                    " only float32 and bfloat16 checkpoints are supported"
+                    f"{path}: tensor {stored} is stored as {dtype}; weights may be floats, e4m3 or"
+                    f" packed e2m1 with their scales beside them in {scale_name(name)}"
                 )
         for name, shape in self._expected():
+            if self._is_quantized(name):
+                self._check_shape(scale_name(name), scales_shape(shape, self._dtype(name)))
+                shape = stored_shape(shape, self._dtype(name))
             self._check_shape(name, shape)
+
+    def _dtype(self, name: str) -> str:
+        _, file, stored = self._where[name]
+        return file.get_slice(stored).get_dtype()
+
+    def _accepted(self, name: str) -> frozenset[str]:
+        if name.endswith(".tid2eid"):
+            return _INTEGERS
+        if name.endswith(".scale"):
+            return SCALE_DTYPES
+        if scale_name(name) in self._where:
+            return FP8_DTYPES | FP4_DTYPES if ".experts." in name else FP8_DTYPES
+        return _FLOATS
+
+    def _is_quantized(self, name: str) -> bool:
+        return name.endswith(".weight") and scale_name(name) in self._where and name in self._where
 
     def _expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield from model_shapes(self._config).items()
@@ -133,6 +160,8 @@ class Checkpoint:
     def tensor(self, name: str) -> Tensor:
         """Return one tensor by canonical name; an expert's part of a fused one included.
 
+        Quantised ones come as float32 numbers.
+
         Raises:
             ModelLoadError: the bytes cannot be read, or hold a value no model has (NaN, or an
                 expert that does not exist).
@@ -148,18 +177,24 @@ class Checkpoint:
         return both[:width] if part == "w1" else both[width:]
 
     def _read(self, name: str, place: int | None) -> Tensor:
-        path, file, stored = self._where[name]
-        try:
-            value = file.get_tensor(stored) if place is None else file.get_slice(stored)[place]
-        except (SafetensorError, OSError) as error:
-            raise ModelLoadError(f"{path}: tensor {stored} cannot be read ({error})") from error
+        value = self._stored(name, place)
+        if self._is_quantized(name):
+            value = dequantized(value, self._stored(scale_name(name), None))
         if name.endswith(".tid2eid"):
             bad = bool(((value < 0) | (value >= self._config.num_experts)).any())
         else:
             bad = not bool(torch.isfinite(value).all())
         if bad:
+            path, _, stored = self._where[name]
             raise ModelLoadError(f"{path}: tensor {stored} holds values that cannot be weights")
         return value
+
+    def _stored(self, name: str, place: int | None) -> Tensor:
+        path, file, stored = self._where[name]
+        try:
+            return file.get_tensor(stored) if place is None else file.get_slice(stored)[place]
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(f"{path}: tensor {stored} cannot be read ({error})") from error
 
     def fingerprint(self) -> str:
         """Return a hash of geometry and weights: part of the cache identity.

@@ -15,6 +15,7 @@ _RENAMES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), name)
     for pattern, name in (
         (r"^model\.", ""),
+        (r"\.weight_scale_inv$", ".scale"),
         (r"^embed_tokens\.", "embed."),
         (r"^lm_head\.", "head."),
         (r"^hc_head\.hc_", "hc_head_"),
