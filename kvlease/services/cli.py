@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvlease.errors import BadInput, OperatingError, leaves
+from kvlease.services.bench_options import BenchOptions
 from kvlease.services.lab.explore_options import ExploreOptions
 from kvlease.services.options import (
     CommonOptions,
@@ -221,6 +222,22 @@ def _explore(options: ExploreOptions) -> int:
     return OK if report.is_clean else WRONG
 
 
+def _bench(options: BenchOptions) -> int:
+    from rich.console import Console
+
+    from kvlease.services.bench.figure import table_lines
+    from kvlease.services.bench.command import bench
+    from kvlease.services.report import write_json
+
+    errors = Console(stderr=True)
+    report = bench(options, partial(errors.print, markup=False, highlight=False, soft_wrap=True))
+    if report.figures:
+        print("\n".join(table_lines(report.figures)))
+    if options.json is not None:
+        write_json(options.json, report)
+    return OK
+
+
 def _doctor(options: DoctorOptions) -> int:
     from rich.console import Console
 
@@ -261,6 +278,11 @@ def _dispatch(argv: Sequence[str] | None) -> int:
             check_apart({"--json": options.json, "--log": options.log})
             _settle_threads(None)
             return _explore(options)
+        case BenchOptions():
+            check_writable(options.json)
+            check_writable(options.lines)
+            check_apart({"--json": options.json, "--lines": options.lines})
+            return _serving_nothing(partial(_bench, options))
         case DoctorOptions():
             check_writable(options.json)
             return _serving_nothing(partial(_doctor, options))

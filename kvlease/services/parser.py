@@ -4,9 +4,13 @@ This module starts nothing and loads no torch.
 """
 
 import argparse
+from collections.abc import Callable
 from typing import NoReturn
 
+from attrs import frozen
+
 from kvlease.errors import BadInput
+from kvlease.services.bench_options import BENCH, BENCH_EXAMPLES, add_bench, bench_options
 from kvlease.services.options import (
     DoctorOptions,
     GenerateOptions,
@@ -29,6 +33,7 @@ first steps:
   kvlease generate --text "Hello"         one answer from the embedded model
   kvlease replay run.kvlog                judge the event log of a run (--log FILE)
   kvlease race                            see the bug that this ends, and that it is ended
+  kvlease bench                           how fast it is here, beside ceilings and peers
   kvlease doctor                          what this machine can do
 
 `kvlease COMMAND --help` lists a command's options. Exit status: 0 all is well,
@@ -181,58 +186,77 @@ def _add_replay(replay: argparse.ArgumentParser) -> None:
     )
 
 
+@frozen
+class _Command:
+    """One subcommand: what its help says, the flags it takes, and how they become options."""
+
+    name: str
+    help: str
+    about: str
+    add: Callable[[argparse.ArgumentParser], None]
+    options: Callable[[argparse.Namespace], object]
+    examples: str | None = None
+
+
+_COMMANDS = (
+    _Command("run", "serve a workload, with a report", _RUN, _add_run, _run_options, _RUN_EXAMPLES),
+    _Command(
+        "generate",
+        "answer one prompt, or a file of them",
+        "Answer prompts, greedily, and print the answers in input order.",
+        _add_generate,
+        _generate_options,
+        _GENERATE_EXAMPLES,
+    ),
+    _Command(
+        "replay",
+        "judge an event log after the fact",
+        _REPLAY,
+        _add_replay,
+        _replay_options,
+        _REPLAY_EXAMPLES,
+    ),
+    _Command(
+        "race",
+        "show what the gate is for: with it, and with completions that lie",
+        RACE,
+        add_race,
+        race_options,
+        RACE_EXAMPLES,
+    ),
+    _Command(
+        "bench",
+        "measure the product on this machine, beside its ceilings and its peers",
+        BENCH,
+        add_bench,
+        bench_options,
+        BENCH_EXAMPLES,
+    ),
+    _Command(
+        "doctor",
+        "what this machine can do, and which optional parts are installed",
+        "Tell what this machine can do, and which optional parts are installed.",
+        add_json,
+        _doctor_options,
+    ),
+)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Build the whole grammar; a parsed namespace holds ``command`` and the command's options."""
     plain = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog="kvlease", description=_ABOUT, epilog=_FIRST_STEPS, formatter_class=plain)
     parser.add_argument("--version", action="version", version=f"kvlease {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    run = commands.add_parser(
-        "run",
-        help="serve a workload, with a report",
-        description=_RUN,
-        epilog=_RUN_EXAMPLES,
-        formatter_class=plain,
-        allow_abbrev=False,
-    )
-    _add_run(run)
-    run.set_defaults(options=_run_options)
-    generate = commands.add_parser(
-        "generate",
-        help="answer one prompt, or a file of them",
-        description="Answer prompts, greedily, and print the answers in input order.",
-        epilog=_GENERATE_EXAMPLES,
-        formatter_class=plain,
-        allow_abbrev=False,
-    )
-    _add_generate(generate)
-    generate.set_defaults(options=_generate_options)
-    replay = commands.add_parser(
-        "replay",
-        help="judge an event log after the fact",
-        description=_REPLAY,
-        epilog=_REPLAY_EXAMPLES,
-        formatter_class=plain,
-        allow_abbrev=False,
-    )
-    _add_replay(replay)
-    replay.set_defaults(options=_replay_options)
-    race = commands.add_parser(
-        "race",
-        help="show what the gate is for: with it, and with completions that lie",
-        description=RACE,
-        epilog=RACE_EXAMPLES,
-        formatter_class=plain,
-        allow_abbrev=False,
-    )
-    add_race(race)
-    race.set_defaults(options=race_options)
-    doctor = commands.add_parser(
-        "doctor",
-        help="what this machine can do, and which optional parts are installed",
-        description="Tell what this machine can do, and which optional parts are installed.",
-        allow_abbrev=False,
-    )
-    add_json(doctor)
-    doctor.set_defaults(options=_doctor_options)
+    for command in _COMMANDS:
+        own = commands.add_parser(
+            command.name,
+            help=command.help,
+            description=command.about,
+            epilog=command.examples,
+            formatter_class=plain,
+            allow_abbrev=False,
+        )
+        command.add(own)
+        own.set_defaults(options=command.options)
     return parser
