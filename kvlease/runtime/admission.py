@@ -60,7 +60,8 @@ class Admission:
         tokens = seq.token_bytes() if seq.request.output else seq.request.prompt
         limit = (seq.num_tokens - 1) // seq.page_tokens
         reusing = core.config.prefix_cache and not seq.avoids_cache
-        match = core.pool.match(core.root, tokens, limit if reusing else 0)
+        root = core.root_of(seq.request.salt)
+        match = core.pool.match(root, tokens, limit if reusing else 0)
         if self._is_being_computed(seq, tokens, match):
             core.pool.drop(match)
             return Verdict.LATER
@@ -68,10 +69,10 @@ class Admission:
         if not choice.load:
             on_device = _leading_device_pages(match)
             core.pool.drop(match)
-            match = core.pool.match(core.root, tokens, on_device)
+            match = core.pool.match(root, tokens, on_device)
             if match.host_pages:  # the cut-back tail's own pages may be host only
                 core.pool.drop(match)
-                match = core.pool.match(core.root, tokens, 0)
+                match = core.pool.match(root, tokens, 0)
         total_pages = -(-seq.num_tokens // seq.page_tokens)
         held = core.pool.open(match, total_pages - match.num_pages, seq.request.id)
         if held is None:
@@ -80,7 +81,7 @@ class Admission:
             return Verdict.FULL
         seq.pages_short = 0
         if core.pool.audit is not None:
-            held.trail = core.pool.audit.begin(held.lease, match, core.root, tokens)
+            held.trail = core.pool.audit.begin(held.lease, match, root, tokens)
         self._start(seq, held, match, choice)
         return Verdict.ADMITTED
 
@@ -93,7 +94,7 @@ class Admission:
         return any(
             self._will_share(other, seq, tokens, first)
             for other in core.running
-            if other.phase is Phase.PREFILL
+            if other.phase is Phase.PREFILL and other.request.salt == seq.request.salt
         )
 
     def _will_share(self, other: Sequence, seq: Sequence, tokens: bytes, first: int) -> bool:
@@ -139,8 +140,9 @@ class Admission:
             request.hit_host = match.host_pages * seq.page_tokens
         if core.sink.normal:
             event = _admitted_event(seq, match, choice, again=again)
-            if core.root != core.first_root:
-                event.identity = core.root.hex()
+            root = core.root_of(request.salt)
+            if root != core.first_root:
+                event.identity = root.hex()
             core.sink.emit(event)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from typing import final
 
+from attrs import evolve
+
 from kvlease.pools.held import PlannedTransfer
 from kvlease.pools.unified import UnifiedPool
 from kvlease.protocols.config import EngineConfig
@@ -26,6 +28,9 @@ from kvlease.runtime.stalls import StallBook
 from kvlease.runtime.transfer import Transfer
 from kvlease.runtime.transfer_plan import TransferObserver, TransferPlan
 from kvlease.units import StepId, TransferId
+
+MAX_ROOTS = 1 << 16
+"""Tenants whose prefix tree is remembered; it is a hash, and made again if need be."""
 
 
 @final
@@ -65,6 +70,22 @@ class EngineCore:
         self.transfer_observer: TransferObserver | None = None
         self.loader: Mailbox[Transfer] | None = None
         self._last_step = 0
+        self._roots: dict[bytes, bytes] = {}
+
+    def root_of(self, salt: bytes) -> bytes:
+        """Return the prefix tree of a tenant's salt under the present weights (R10)."""
+        root = self._roots.get(salt)
+        if root is None:
+            if len(self._roots) >= MAX_ROOTS:
+                self._roots.clear()
+            root = self._roots[salt] = evolve(self.identity, tenant_salt=salt).root()
+        return root
+
+    def renew(self, weights_version: int) -> None:
+        """Take other weights: from now on every tenant has a prefix tree of its own anew."""
+        self.identity = evolve(self.identity, weights_version=weights_version)
+        self.root = self.identity.root()
+        self._roots.clear()
 
     @property
     def schema(self) -> Schema:

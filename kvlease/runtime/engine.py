@@ -29,7 +29,7 @@ from kvlease.runtime.event_log import EventLog
 from kvlease.runtime.mailbox import ask
 from kvlease.runtime.messages import Flush
 from kvlease.runtime.nurseries import one_error
-from kvlease.runtime.request import NO_PARENT, GenerateResult, Request, TokenEvent
+from kvlease.runtime.request import GenerateResult, Listener, Request, TokenEvent
 from kvlease.runtime.wake import TrioWaker
 from kvlease.units import RequestId
 
@@ -110,14 +110,28 @@ class Engine:
 
     @asynccontextmanager
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        salt: bytes | None = None,
+        timeout_s: float | None = None,
+        listener: Listener | None = None,
     ) -> AsyncGenerator[AnswerStream]:
         """Answer a prompt, streaming; leaving the block ends the request and frees its pages.
+
+        Args:
+            prompt: token ids, or the same as int32 bytes.
+            params: how the answer is drawn.
+            salt: the tenant's; requests of different salts share no page (the configured one).
+            timeout_s: seconds until it ends as late, if sooner than ``request_timeout_s``.
+            listener: is handed the tokens in the stream's stead, without a task of their own.
 
         Checkpoints: on leaving, if the request has not ended by itself. Raises PromptError for a
         prompt that can never be served, EngineFull (with retry advice) when the queue is full.
         """
-        request = self._make_request(prompt, params or SamplingParams(), NO_PARENT)
+        request = self._make_request(prompt, params or SamplingParams(), salt, timeout_s)
+        request.listener = listener
         async with self._served(request) as stream:
             yield stream
 
@@ -133,8 +147,9 @@ class Engine:
         tokens = parent.request.prompt_tokens()
         tokens.extend(event.token for event in parent.request.output)
         request = self._make_request(
-            tokens.tobytes(), params or parent.request.params, parent.request.id
+            tokens.tobytes(), params or parent.request.params, parent.request.salt
         )
+        request.parent = parent.request.id
         async with self._served(request) as stream:
             yield stream
 
@@ -151,14 +166,20 @@ class Engine:
                     await request.ended.wait()
             self._assembly.open_requests.discard(request)
 
-    def _make_request(self, prompt: Prompt, params: SamplingParams, parent: RequestId) -> Request:
+    def _make_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        salt: bytes | None,
+        timeout_s: float | None = None,
+    ) -> Request:
         core = self._core
         tokens = _as_bytes(prompt)
         _check_prompt(tokens, params, core)
         queued = self._assembly.num_queued()
         if queued >= core.config.max_queue:
             core.counters.rejected += 1
-            retry_s = core.estimates.queue_s(queued, core.config.max_sessions)
+            retry_s = self.retry_after_s()
             raise EngineFull(
                 f"{queued} requests are waiting, as many as may (max_queue);"
                 f" try again in {retry_s:.1f} s",
@@ -166,22 +187,32 @@ class Engine:
             )
         self._last_request += 1
         now = core.clock.now()
+        limit_s = core.config.request_timeout_s
+        if timeout_s is not None:
+            limit_s = min(limit_s, timeout_s)
         return Request(
             id=RequestId(self._last_request),
             prompt=tokens,
             params=params,
             submitted_s=now,
-            deadline_s=now + core.config.request_timeout_s,
-            parent=parent,
+            deadline_s=now + limit_s,
+            salt=core.config.tenant_salt if salt is None else salt,
         )
 
-    def lease_prefix(self, prompt: Prompt) -> Lease[Shared]:
+    def retry_after_s(self) -> float:
+        """Return after how many seconds the queue should have moved on, as advice to clients."""
+        core = self._core
+        return core.estimates.queue_s(self._assembly.num_queued(), core.config.max_sessions)
+
+    def lease_prefix(self, prompt: Prompt, salt: bytes | None = None) -> Lease[Shared]:
         """Lease the cached pages of a prompt that are on the device, for readers of your own.
 
         Returns a lease to use in a ``with`` block: index it with a layer of ``model.schema`` and
-        resolve. It pins the pages and may hold none. No checkpoint.
+        resolve. It pins the pages and may hold none. ``salt`` as in `generate`. No checkpoint.
         """
-        return self._core.pool.lease_prefix(self._core.root, _as_bytes(prompt), self._lease_closed)
+        core = self._core
+        root = core.root if salt is None else core.root_of(salt)
+        return core.pool.lease_prefix(root, _as_bytes(prompt), self._lease_closed)
 
     def _lease_closed(self, last_use: Completion | None) -> None:
         """Tell the scheduler once the reader's last use has ended: its pages may be wanted."""
@@ -199,10 +230,7 @@ class Engine:
         ActorClosed or ActorBroken when the engine ends first.
         """
         core = self._core
-        core.identity = attrs.evolve(
-            core.identity, weights_version=core.identity.weights_version + 1
-        )
-        core.root = core.identity.root()
+        core.renew(core.identity.weights_version + 1)
         await ask(
             self._assembly.scheduler,
             Flush,
@@ -210,14 +238,19 @@ class Engine:
             deadline_s=core.config.request_timeout_s,
         )
 
-    def statistics(self) -> Statistics:
-        """Return counters and ledgers now; recounts every pool against its holders (R11)."""
+    def statistics(self, *, recount: bool = True) -> Statistics:
+        """Return counters and ledgers now.
+
+        ``recount`` counts every pool against its holders page by page (R11); without it the
+        ledger's columns only have to add up, which takes no time.
+        """
         core = self._core
         error: str | None = None
         held = [seq.held for seq in core.running if seq.held is not None]
         slots = [keep.tail_slot for step in core.steps.values() if step for keep in step.keeps]
         try:
-            core.pool.check(held, slots)
+            if recount:
+                core.pool.check(held, slots)
         except LedgerImbalance as imbalance:
             error = str(imbalance)
         ledgers = core.pool.ledgers()
@@ -230,7 +263,7 @@ class Engine:
             device_tails=ledgers["device tails"],
             host_tails=ledgers["host tails"],
             slots=ledgers["sequence slots"],
-            ledger_ok=error is None,
+            ledger_ok=error is None and all(one.is_balanced for one in ledgers.values()),
             ledger_error=error,
         )
 

@@ -7,6 +7,7 @@ published and then one result, always (R9). Nothing here decides when a request 
 import hashlib
 import math
 from array import array
+from collections.abc import Callable
 from contextlib import suppress
 
 import msgspec
@@ -54,12 +55,19 @@ class GenerateResult:
     digests: tuple[bytes, ...] = ()
 
 
+Listener = Callable[[tuple[TokenEvent, ...]], None]
+"""Is handed a request's tokens as they are published, on the scheduler's time: it must neither wait
+nor raise."""
+
+
 @define(eq=False)
 class Request:
     """A request on its way through the engine; mutable, owned by the scheduler.
 
-    ``prompt`` is int32 bytes. ``hit_device`` and ``hit_host`` are filled at its first admission and
-    corrected when a load fails, so that every prompt token stays in one bucket (R12).
+    ``prompt`` is int32 bytes, ``salt`` its tenant's part of the cache identity (R10). A
+    ``listener`` gets the tokens in the stream's stead. ``hit_device`` and ``hit_host`` are filled
+    at its first admission and corrected when a load fails, so that every prompt token stays in one
+    bucket (R12).
     """
 
     id: RequestId
@@ -68,6 +76,8 @@ class Request:
     submitted_s: float
     deadline_s: float
     parent: RequestId = NO_PARENT
+    salt: bytes = b""
+    listener: Listener | None = None
     outbox: "trio.MemorySendChannel[tuple[TokenEvent, ...]]" = field(init=False)
     inbox: "trio.MemoryReceiveChannel[tuple[TokenEvent, ...]]" = field(init=False)
     ended: trio.Event = field(init=False, factory=trio.Event)
@@ -108,6 +118,9 @@ class Request:
         if self.first_token_s is None:
             self.first_token_s = now_s
         self.last_token_s = now_s
+        if self.listener is not None:
+            self.listener(events)
+            return
         with suppress(trio.BrokenResourceError):
             self.outbox.send_nowait(events)
 

@@ -184,13 +184,16 @@ class Scheduler(Actor[SchedulerMessage]):
     def _expire(self) -> None:
         now = self._core.clock.now()
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, request = heapq.heappop(self._deadlines)
-            seconds = self._core.config.request_timeout_s
+            _, number = heapq.heappop(self._deadlines)
+            if self._has_ended(number):
+                continue
+            request = self._by_request[number].request
+            seconds = request.deadline_s - request.submitted_s
             error = DeadlineExceeded(
-                f"request {request} was not finished within its {seconds:g} s"
-                " (request_timeout_s); its pages are given back"
+                f"request {number} was not finished within its {seconds:g} s"
+                " (request_timeout_s, or its own); its pages are given back"
             )
-            self._end_early(request, "deadline", error)
+            self._end_early(number, "deadline", error)
 
     # -- planning ------------------------------------------------------------------------------
 
