@@ -102,8 +102,20 @@ def repair() -> None:
 
     builder.binary_op, builder.unary_op, builder.ternary_op = binary_op, unary_op, ternary_op
     builder.cast_impl, builder.create_dot, builder.create_fma = cast_impl, create_dot, create_fma
+    _index_scalars()
     for kind in (interpreter.ReduceOps, interpreter.ScanOps):
         _refuse_narrow(kind)
+
+
+def _index_scalars() -> None:
+    """Let loop bounds be tensors: numpy 2.4 takes no array of one element as an integer."""
+    plain = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        plain(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
 
 
 def _refuse_narrow(kind: Any) -> None:
