@@ -1,0 +1,116 @@
+"""Pages go through the staging ring and arrive whole, wherever they lie at both ends."""
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvlease.kernels.gpu import staging
+from kvlease.kernels.gpu.dma import Addresses
+from kvlease.kernels.gpu.page_copy import RecordTable
+from kvlease.kernels.gpu.staging import Direction, GroupEnds, MovedPages, PageMover, StagingRing
+
+POISON = 0xA5
+
+
+class InOrder:
+    """A stream, an event and a context in one, where everything happens when it is queued."""
+
+    def __init__(self, *_given: object, **_named: object) -> None:
+        pass
+
+    def wait_event(self, event: object) -> None:
+        pass
+
+    def wait_stream(self, stream: object) -> None:
+        pass
+
+    def record(self, stream: object) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_error: object) -> None:
+        pass
+
+
+class HostEngine:
+    """Copies at once, in place of the device's engines."""
+
+    def copy(
+        self,
+        targets: Addresses,
+        sources: Addresses,
+        sizes: Addresses,
+        part: tuple[int, int],
+        _stream: object,
+    ) -> None:
+        for at in range(*part):
+            ctypes.memmove(int(targets[at]), int(sources[at]), int(sizes[at]))
+
+
+@pytest.fixture(autouse=True)
+def _host_streams(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cpu":
+        for name in ("Stream", "Event", "stream"):
+            monkeypatch.setattr(torch.cuda, name, InOrder)
+        monkeypatch.setattr(staging, "copy_engine", lambda _index: HostEngine())
+
+
+def host_memory(shape: Sequence[int], device: str) -> Tensor:
+    made = torch.randint(0, 256, tuple(shape), dtype=torch.uint8)
+    return made.pin_memory() if device == "cuda" else made
+
+
+def settle(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+PIECES = (96, 33 * 1024, 48)
+RECORD = sum(PIECES)
+
+
+@pytest.mark.parametrize("direction", ["load", "store"])
+@pytest.mark.parametrize(
+    "host_pages",
+    [[5], [0, 1, 2, 3, 4, 5, 6], [9, 2, 3, 4, 0, 8, 7, 6], [3, 4, 5, 1, 2]],
+    ids=["one", "run", "scattered", "two-runs"],
+)
+def test_records_arrive_whole_and_alone(
+    device: str, direction: Direction, host_pages: list[int]
+) -> None:
+    host = host_memory((10, RECORD), device)
+    pools = [
+        torch.randint(0, 256, (12, size), dtype=torch.uint8, device=device) for size in PIECES
+    ]
+    offsets = [sum(PIECES[:n]) for n in range(len(PIECES))]
+    table = RecordTable(list(zip(pools, offsets, strict=True)), RECORD)
+    ring = StagingRing(torch.device(device), 3 * RECORD, 2)
+    mover = PageMover(direction, [GroupEnds(host, table)], ring, programs=2)
+    device_pages = torch.randperm(12)[: len(host_pages)]
+    pages = MovedPages(np.array(host_pages, dtype=np.int64), device_pages.int().to(device))
+    old_host = host.clone()
+    old_pools = [pool.clone() for pool in pools]
+
+    settle(device)
+    main = torch.cuda.Stream()
+    with torch.cuda.stream(main):
+        mover.begin(main)
+        assert mover.move(0, pages, main) == len(host_pages) * RECORD
+    settle(device)
+
+    if direction == "load":
+        assert torch.equal(host, old_host)
+        for pool, old, offset, size in zip(pools, old_pools, offsets, PIECES, strict=True):
+            old[device_pages.to(device)] = host[host_pages, offset : offset + size].to(device)
+            assert torch.equal(pool, old)
+    else:
+        for pool, old, offset, size in zip(pools, old_pools, offsets, PIECES, strict=True):
+            assert torch.equal(pool, old)
+            old_host[host_pages, offset : offset + size] = pool[device_pages.to(device)].cpu()
+        assert torch.equal(host, old_host)
