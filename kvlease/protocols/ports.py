@@ -33,6 +33,17 @@ class CompletionState(Enum):
         return self in (CompletionState.DONE, CompletionState.FAILED, CompletionState.REVOKED)
 
 
+class DevicePoint(Protocol):
+    """A place in the order of a device's work, recorded there (never a promise to record one)."""
+
+    def hold(self) -> None:
+        """Hold the calling stream worker's device stream here until the device has passed it.
+
+        Only the device waits; the call returns at once.
+        """
+        ...
+
+
 class Completion(Protocol):
     """The end of the work that makes some bytes true; never a bare event.
 

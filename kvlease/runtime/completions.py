@@ -1,4 +1,4 @@
-"""CPU completions: the end of work done by threads, waited for by tasks and by threads.
+"""Completions: the end of work done by threads or a device, waited for by tasks and by threads.
 
 `CompletionBase` holds the state and the waits; a subclass decides the transitions, always through
 the pure machine. Any thread may make a transition and any thread may read `state`. This module
@@ -8,6 +8,7 @@ does not know what the work is.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from queue import SimpleQueue
 from typing import final
 
@@ -16,7 +17,7 @@ from attrs import frozen
 
 from kvlease.errors import TransferFailed, UsageError
 from kvlease.protocols.machines import Copy, CopyEvent, joint_state, step_copy
-from kvlease.protocols.ports import CompletionState
+from kvlease.protocols.ports import CompletionState, DevicePoint
 from kvlease.runtime.wake import Hook, park_until
 
 # Bound once: looking a member up in its Enum costs more than the rest of a transition.
@@ -64,6 +65,13 @@ class CompletionBase:
         self._problem: Problem | None = None
         self._recorded_hooks: list[Hook] = []
         self._final_hooks: list[Hook] = []
+
+    def points(self) -> tuple[DevicePoint, ...] | None:
+        """Return the places in a device's order behind which all of this is done.
+
+        None if the device does not know all of it: then only waiting on the host tells.
+        """
+        return None
 
     @property
     def problem(self) -> Problem | None:
@@ -166,6 +174,19 @@ class CompletionBase:
         return f"<{type(self).__name__} {self.name}: {self.state.value}>"
 
 
+def joint_points(parts: Iterable[CompletionBase]) -> tuple[DevicePoint, ...] | None:
+    """Return where a device has done all of the parts; None if it does not know one of them."""
+    found: dict[DevicePoint, None] = {}
+    for part in parts:
+        if part.state is CompletionState.DONE:
+            continue
+        points = part.points()
+        if points is None:
+            return None
+        found.update(dict.fromkeys(points))
+    return tuple(found)
+
+
 def fire(due: list[Hook]) -> None:
     """Call hooks that a transition has collected, with no lock held."""
     for hook in due:
@@ -176,7 +197,7 @@ def fire(due: list[Hook]) -> None:
 class CpuCompletion(CompletionBase):
     """One piece of work with its planned bytes: a single `Copy` of the pure machine."""
 
-    __slots__ = ("_copy", "_parent")
+    __slots__ = ("_copy", "_parent", "_point")
 
     def __init__(
         self, name: str, planned_nbytes: int = 0, lock: threading.Lock | None = None
@@ -185,14 +206,19 @@ class CpuCompletion(CompletionBase):
         super().__init__(name, lock)
         self._copy = Copy(planned_nbytes)
         self._parent: JointCompletion | None = None
+        self._point: DevicePoint | None = None
 
     @property
     def copy(self) -> Copy:
         """The machine's record: planned bytes, bytes done, state."""
         return self._copy
 
-    def set_recorded(self) -> None:
-        """Say that the work is in its stream's order now.
+    def points(self) -> tuple[DevicePoint, ...] | None:
+        """Return the place of device work that is recorded or done, else None."""
+        return None if self._point is None else (self._point,)
+
+    def set_recorded(self, point: DevicePoint | None = None) -> None:
+        """Say that the work is in its stream's order now; a device's work comes with its place.
 
         Raises IllegalTransition when it was recorded before. A completion that was revoked or
         failed in the meantime stays so.
@@ -200,7 +226,7 @@ class CpuCompletion(CompletionBase):
         due: list[Hook] = []
         with self._lock:
             if self.state not in BAD_STATES:
-                self._step(CopyEvent.RECORD, 0, None, due)
+                self._record(point, due)
         fire(due)
 
     def finish(self, nbytes: int = 0) -> bool:
@@ -245,6 +271,11 @@ class CpuCompletion(CompletionBase):
         fire(due)
         return True
 
+    def _record(self, point: DevicePoint | None, due: list[Hook]) -> None:
+        """Take the step to RECORDED with the lock held; the place is there before the state."""
+        self._point = point
+        self._step(CopyEvent.RECORD, 0, None, due)
+
     def _step(
         self, event: CopyEvent, nbytes: int, problem: Problem | None, due: list[Hook]
     ) -> None:
@@ -277,6 +308,10 @@ class JointCompletion(CompletionBase):
             self._enter(
                 CompletionState.FAILED, [], Problem(f"{name} has nothing planned", "failed")
             )
+
+    def points(self) -> tuple[DevicePoint, ...] | None:
+        """Return the places of the parts that are not done yet, each once."""
+        return joint_points(self._parts)
 
     @property
     def parts(self) -> tuple[CpuCompletion, ...]:

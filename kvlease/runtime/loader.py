@@ -21,11 +21,19 @@ from kvlease.errors import (
     TransferFailed,
     UsageError,
 )
-from kvlease.protocols.ports import Completion, CompletionState, Copier, CopyOrder, Stream
+from kvlease.protocols.ports import (
+    Completion,
+    CompletionState,
+    Copier,
+    CopyOrder,
+    DevicePoint,
+    Stream,
+)
 from kvlease.runtime.actor import Actor, Inbox
 from kvlease.runtime.completions import CompletionBase
 from kvlease.runtime.mailbox import Mailbox
 from kvlease.runtime.nurseries import open_flat_nursery
+from kvlease.runtime.stream_scope import CopyWork
 from kvlease.runtime.transfer import Transfer
 from kvlease.runtime.wake import TrioWaker
 
@@ -45,8 +53,10 @@ class DirectCopier:
 
 
 @frozen(eq=False)
-class RunCopies:
+class RunCopies(CopyWork):
     """A stream's work: the copies ``first`` to ``last - 1`` of a transfer's plan, in order.
+
+    They are all copies of ``layers``.
 
     A stream may look at what it is asked to move before it runs it.
     """
@@ -55,6 +65,7 @@ class RunCopies:
     first: int
     last: int
     copier: Copier
+    layers: tuple[int, ...]
 
     @property
     def orders(self) -> tuple[CopyOrder, ...]:
@@ -65,6 +76,27 @@ class RunCopies:
         """Copy on the calling stream worker; what goes wrong ends the transfer."""
         for index in range(self.first, self.last):
             self.transfer.run_copy(index, self.copier)
+
+    def begin(self) -> Callable[[BaseException | None], None]:
+        """Give the copies to the device; one that it refuses ends the transfer."""
+        begun: dict[int, int | BaseException] = {}
+        for index in range(self.first, self.last):
+            if self.transfer.begin_copy(index, on_device=True):
+                try:
+                    begun[index] = self.copier.copy(self.transfer.plan.copies[index])
+                except BaseException as error:
+                    begun[index] = error
+                    self.transfer.fail_copy(index, error)
+        return partial(self._ended, begun)
+
+    def _ended(self, begun: dict[int, int | BaseException], error: BaseException | None) -> None:
+        for index, moved in begun.items():
+            self.transfer.end_copy(index, moved if error is None else error)
+
+    def recorded(self, point: DevicePoint | None) -> None:
+        """Say of each layer that readers may order a stream behind it from now on."""
+        for layer in self.layers:
+            self.transfer.record_layer(layer, point)
 
 
 @define
@@ -211,7 +243,7 @@ class Loader(Actor[Transfer]):
         return sorted(batch, key=lambda transfer: transfer.plan.kind != "load")
 
     def _launch(self, transfer: Transfer) -> None:
-        """Put all copies of a transfer on its stream, recording each layer behind its copies.
+        """Put all copies of a transfer on its stream, which records each layer behind its copies.
 
         A load goes layer by layer, because its readers do. Nobody reads a store before its end, so
         it is one piece of work.
@@ -224,9 +256,8 @@ class Loader(Actor[Transfer]):
         try:
             for group in [[layer] for layer in layers] if is_load else [layers]:
                 first, last = group[0].first, group[-1].last
-                stream.launch(RunCopies(transfer, first, last, self._copier))
-                for run in group:
-                    transfer.record_layer(run.layer)
+                ids = tuple(run.layer for run in group)
+                stream.launch(RunCopies(transfer, first, last, self._copier, ids))
             _fail_if_skipped(transfer, stream.record())
         except ActorClosed as error:
             transfer.fail(error)

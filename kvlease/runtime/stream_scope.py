@@ -1,4 +1,4 @@
-"""Scopes and items of a CPU stream: what every stream does, however its queue is run.
+"""Scopes and items of a stream: what every stream does, however its queue is run.
 
 A scope is one user's handle on the queue. After a failure the rest of that scope's work is skipped,
 so that nothing is computed from rows that never came; other scopes go on. This module does not
@@ -9,17 +9,36 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import final
+from typing import ClassVar, final
 
 from attrs import frozen
 
 from kvlease.errors import NotReady, TransferFailed
-from kvlease.protocols.ports import Completion, CompletionState
+from kvlease.protocols.ports import Completion, CompletionState, DevicePoint
 from kvlease.runtime.completions import CpuCompletion, Problem
 
 Work = Callable[[], None]
 WaitObserver = Callable[[Completion, float], None]
 """Called where the stream runs, with a completion and the seconds it really waited for it."""
+
+
+class CopyWork(ABC):
+    """Work that makes a transfer's bytes true, and has to say where it stands meanwhile."""
+
+    @abstractmethod
+    def __call__(self) -> None:
+        """Move all bytes on the calling worker; they are there when it returns."""
+
+    @abstractmethod
+    def begin(self) -> Callable[[BaseException | None], None]:
+        """Give all copies to the device stream of the calling worker; never raises.
+
+        Whoever calls it calls what it returns once the device is done with them, or has failed.
+        """
+
+    @abstractmethod
+    def recorded(self, point: DevicePoint | None) -> None:
+        """Hear that the work is in its stream's order; a device's stream gives the place."""
 
 
 @frozen
@@ -81,12 +100,15 @@ Item = Launch | Await | Mark
 
 
 class StreamBase(ABC):
-    """Common part of CPU streams; implements the `Stream` port through its own scope.
+    """Common part of all streams; implements the `Stream` port through its own scope.
 
     The stream's own scope is everybody's, so it starts afresh after the record that reported a
     failure. A scope from `scope()` stays failed, so that a record in the middle of a step cannot
     hide from its end that the step read nothing good. One step, one scope.
     """
+
+    orders_at_launch: ClassVar[bool] = True
+    """Whether launching puts work in order; if not, the stream's worker says when it is (R2)."""
 
     def __init__(self, name: str, *, observer: WaitObserver | None = None) -> None:
         """Name the stream for errors and threads; ``observer`` hears of waits that really held."""
@@ -210,6 +232,8 @@ class StreamScope:
         launched later on this scope is skipped and `record` ends FAILED.
         """
         self._stream.put(Launch(self, work))
+        if self._stream.orders_at_launch and isinstance(work, CopyWork):
+            work.recorded(None)
 
     def wait(self, completion: Completion) -> None:
         """Order all later work of the queue behind a recorded completion.
@@ -234,7 +258,8 @@ class StreamScope:
         before, and in no case before the work launched earlier has returned.
         """
         completion = CpuCompletion(f"record of {self.name}")
-        completion.set_recorded()
+        if self._stream.orders_at_launch:
+            completion.set_recorded()
         self._stream.put(Mark(self, completion))
         return completion
 

@@ -14,7 +14,7 @@ from typing import final
 
 from kvlease.errors import UsageError
 from kvlease.protocols.machines import CopyEvent
-from kvlease.protocols.ports import Clock, CompletionState, Copier
+from kvlease.protocols.ports import Clock, CompletionState, Copier, DevicePoint
 from kvlease.runtime.clock import MonotonicClock
 from kvlease.runtime.completions import (
     BAD_STATES,
@@ -24,6 +24,7 @@ from kvlease.runtime.completions import (
     JointCompletion,
     Problem,
     fire,
+    joint_points,
 )
 from kvlease.runtime.transfer_plan import LayerTiming, TransferObserver, TransferPlan
 from kvlease.runtime.wake import Hook
@@ -214,8 +215,12 @@ class Transfer(CompletionBase):
             for hold in reversed(self.plan.holds):
                 hold.close()
 
-    def record_layer(self, layer: int) -> None:
-        """Say that the copies of a layer are in their stream's order.
+    def points(self) -> tuple[DevicePoint, ...] | None:
+        """Return where a device has done all layers that are not done yet."""
+        return joint_points(self._layers)
+
+    def record_layer(self, layer: int, point: DevicePoint | None = None) -> None:
+        """Say that the copies of a layer are in their stream's order; a device's have a place.
 
         Parts that a worker has begun meanwhile are recorded already; being run proves the order.
         """
@@ -223,7 +228,7 @@ class Transfer(CompletionBase):
         with self._lock:
             for part in self._layers[layer].parts:
                 if part.state is CompletionState.PLANNED:
-                    part._step(CopyEvent.RECORD, 0, None, due)
+                    part._record(point, due)
         fire(due)
 
     def run_copy(self, index: int, copier: Copier) -> None:
@@ -241,9 +246,10 @@ class Transfer(CompletionBase):
         if isinstance(moved, BaseException) and not isinstance(moved, Exception):
             raise moved
 
-    def begin_copy(self, index: int) -> bool:
+    def begin_copy(self, index: int, *, on_device: bool = False) -> bool:
         """Say that a copy begins now; False if all is over and it must not.
 
+        Being run by a worker proves its place in the order; being given to a device does not yet.
         Whoever gets True calls `end_copy` once, or the transfer never settles (R6).
         """
         part = self._parts[index]
@@ -252,10 +258,17 @@ class Transfer(CompletionBase):
             if self.state in FINAL_STATES:
                 return False
             self._running += 1
-            if part.state is CompletionState.PLANNED:
-                part._step(CopyEvent.RECORD, 0, None, due)
+            if part.state is CompletionState.PLANNED and not on_device:
+                part._record(None, due)
         fire(due)
         return True
+
+    def fail_copy(self, index: int, error: BaseException) -> None:
+        """Say at once that a copy went wrong which began and may still be moving bytes.
+
+        The transfer ends with it, and settles only after `end_copy` (R6).
+        """
+        self._parts[index].fail(error)
 
     def end_copy(self, index: int, moved: int | BaseException) -> None:
         """Say that a copy has returned: with how many bytes, or with what went wrong."""

@@ -1,0 +1,72 @@
+"""An engine's CUDA streams: one for compute, one for loads, one for stores, and their waiter.
+
+Also what has to be true of a machine for this, in one sentence if it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from functools import partial
+
+import torch
+
+from kvlease.errors import ConfigError
+from kvlease.protocols.config import EngineConfig
+from kvlease.runtime.cuda_stream import CudaStream
+from kvlease.runtime.cuda_waiter import CudaWaiter
+from kvlease.runtime.nurseries import open_flat_nursery
+from kvlease.runtime.stream_scope import WaitObserver
+from kvlease.runtime.streams import EngineStreams
+
+COPY_PRIORITY = -1
+"""Copies go before compute where both want a multiprocessor: they need few, and compute waits."""
+
+
+def require_cuda(config: EngineConfig) -> None:
+    """Refuse a configuration for a GPU where there is none, or nothing for it to do.
+
+    Raises ConfigError.
+    """
+    if config.device != "cuda":
+        return
+    if config.compute == "none":
+        raise ConfigError(
+            "device is cuda and compute is none: without arithmetic there is nothing for a GPU;"
+            " give device cpu"
+        )
+    if not torch.cuda.is_available():
+        has = "this torch was built without CUDA" if torch.version.cuda is None else "none is found"
+        raise ConfigError(f"device is cuda, but {has}; give device cpu, or see kvlease doctor")
+
+
+@asynccontextmanager
+async def open_cuda_streams(observer: WaitObserver) -> AsyncGenerator[EngineStreams]:
+    """Open an engine's streams on the current CUDA device for a block, a thread each and a waiter.
+
+    Checkpoints: on entry and on exit. Raises what `CudaStream.run` and `CudaWaiter.run` raise.
+    """
+    waiter = CudaWaiter(torch.cuda.Event)
+    compute = _stream("compute", waiter, observer=observer)
+    load = _stream("load", waiter, priority=COPY_PRIORITY)
+    store = _stream("store", waiter, priority=COPY_PRIORITY)
+    async with open_flat_nursery() as outside:
+        await outside.start(waiter.run)
+        try:
+            async with open_flat_nursery() as nursery:
+                for stream in (compute, load, store):
+                    await nursery.start(stream.run)
+                yield EngineStreams(compute, load, store)
+                for stream in (compute, load, store):
+                    await stream.aclose()
+        finally:
+            waiter.close()
+
+
+def _stream(
+    name: str, waiter: CudaWaiter, *, priority: int = 0, observer: WaitObserver | None = None
+) -> CudaStream:
+    torch_stream = torch.cuda.Stream(priority=priority)  # type: ignore[no-untyped-call]
+    return CudaStream(
+        name, waiter.lane(), partial(torch.cuda.set_stream, torch_stream), observer=observer
+    )

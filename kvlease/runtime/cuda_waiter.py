@@ -1,0 +1,291 @@
+"""Seeing on the host that devices have passed points: one thread for all streams of an engine.
+
+Asking is cheap and never waits; what costs is when to ask. The thread sleeps until shortly before
+a point is due, as told by the ones before it, then asks every few microseconds, within a budget of
+its own time. This module does not know what the work between the points is, nor whose device it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Protocol, final
+
+import trio
+
+from kvlease.errors import DeadlineExceeded, InternalError, UsageError
+from kvlease.runtime.completions import CpuCompletion
+from kvlease.runtime.cuda_lane import Pace
+
+Passed = Callable[[BaseException | None], None]
+"""Called once on the waiter's thread: the device has passed a point, or has failed before it."""
+
+SHARE = 0.05
+"""Of a core, for looking closely; beyond it looks become rare."""
+SAVED_S = 2e-3
+"""How much of the waiter's budget is kept for later."""
+_PR_SET_TIMERSLACK = 29
+
+
+class DeviceEvent(Protocol):
+    """What a device offers to mark a place in a stream; ``torch.cuda.Event`` is one.
+
+    ``record`` and ``wait`` mean the current stream of the calling thread.
+    """
+
+    def record(self) -> None:
+        """Mark the place behind all that the stream was given."""
+        ...
+
+    def wait(self) -> None:
+        """Make the stream wait for the marked place; the caller does not wait."""
+        ...
+
+    def query(self) -> bool:
+        """Whether the place was passed; raises what the device failed with."""
+        ...
+
+
+@final
+class Point:
+    """A recorded place in a stream's order; implements the `DevicePoint` port.
+
+    Its event goes back to the waiter's stock when it was passed: events are reused.
+    """
+
+    __slots__ = ("_event", "_lock", "_passed", "hurry", "recorded_at")
+
+    def __init__(self, event: DeviceEvent, passed: Passed, *, hurry: bool) -> None:
+        """Take a recorded event; ``hurry`` is whether somebody waits for it on the host."""
+        self._event: DeviceEvent | None = event
+        self._lock = threading.Lock()
+        self._passed: Passed | None = passed
+        self.hurry = hurry
+        self.recorded_at = time.perf_counter()
+
+    def hold(self) -> None:
+        """Hold the calling worker's device stream until the device has passed this place."""
+        # Under the lock, so that an event is not in use for another point by then.
+        with self._lock:
+            if self._event is not None:
+                self._event.wait()
+
+    def was_passed(self) -> bool:
+        """Ask the device; raises what it failed with."""
+        return self._event is None or self._event.query()
+
+    def end(self, error: BaseException | None) -> DeviceEvent | None:
+        """Tell once that it was passed, or why not; return the event if it can be used again.
+
+        What waits for it is told first: then nobody asks the event any more.
+        """
+        with self._lock:
+            passed, self._passed = self._passed, None
+        if passed is not None:
+            passed(error)
+        with self._lock:
+            event, self._event = self._event, None
+        return None if error is not None else event
+
+
+@final
+class Lane:
+    """The points of one stream that were not seen passed yet; they are passed in order."""
+
+    def __init__(self, waiter: CudaWaiter) -> None:
+        """Made by the waiter."""
+        self._waiter = waiter
+        self.points: deque[Point] = deque()
+        self.pace = Pace()
+        self.num_watched = 0
+        self.num_taken = 0
+
+    def record(self, passed: Passed, *, hurry: bool) -> Point:
+        """Mark the place behind all that the calling worker's stream was given.
+
+        Tell readers of the point before `watch` is called: what waits may end from then on.
+        Raises what the device failed with.
+        """
+        event = self._waiter.take_event()
+        event.record()
+        return Point(event, passed, hurry=hurry)
+
+    def watch(self, point: Point) -> None:
+        """See to it that the point is told of; in the order of recording. Never waits."""
+        self.points.append(point)
+        self.num_watched += 1
+        self._waiter.ring(point)
+
+
+@final
+class CudaWaiter:
+    """Looks for passed points on a thread that lives as long as `run`.
+
+    Ownership: the task in `run` owns the thread. Streams record and watch on their workers and must
+    have ended before the waiter does.
+    """
+
+    def __init__(
+        self,
+        new_event: Callable[[], DeviceEvent],
+        *,
+        share: float = SHARE,
+        close_timeout_s: float = 5.0,
+    ) -> None:
+        """Prepare it; no thread before `run`. ``share`` is of one core, for looking closely."""
+        self._new_event = new_event
+        self._share = share
+        self._close_timeout_s = close_timeout_s
+        self._events: deque[DeviceEvent] = deque()
+        self._lanes: list[Lane] = []
+        self._bell: SimpleQueue[None] = SimpleQueue()
+        self._sleeps_until = 0.0
+        self._failure: BaseException | None = None
+        self._budget_s = SAVED_S
+        self._clocks = (0.0, 0.0)
+        self._thread: threading.Thread | None = None
+        self._closing = CpuCompletion("closing of the device waiter")
+        self._ended = CpuCompletion("thread of the device waiter")
+        self._ended.set_recorded()
+
+    def lane(self) -> Lane:
+        """Return a place for one more stream; before `run`."""
+        lane = Lane(self)
+        self._lanes.append(lane)
+        return lane
+
+    def take_event(self) -> DeviceEvent:
+        """Return an event that nobody uses, made only if there is none."""
+        try:
+            return self._events.pop()
+        except IndexError:
+            return self._new_event()
+
+    def ring(self, point: Point) -> None:
+        """Wake the thread if it would come too late for a new point."""
+        if self._failure is not None:
+            point.end(self._failure)
+            return
+        sleeps_until = self._sleeps_until
+        if sleeps_until and (point.hurry or sleeps_until == math.inf):
+            self._sleeps_until = 0.0
+            self._bell.put(None)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Run the thread until `close`; start it with ``await nursery.start(waiter.run)``.
+
+        Checkpoints: always. Not cancelled before `close`: streams that are, still need it. Then
+        points that are left are told of as they are passed, for at most ``close_timeout_s``. Raises
+        InternalError if the thread crashed, DeadlineExceeded if points are left even then.
+        """
+        if self._thread is not None:
+            raise UsageError("a device waiter runs once; open a new one")
+        self._thread = threading.Thread(target=self._work, name="kvlease-waiter", daemon=True)
+        self._thread.start()
+        task_status.started()
+        with trio.CancelScope(shield=True):
+            await self._closing.wait_final()
+            with trio.move_on_after(self._close_timeout_s):
+                await self._ended.wait_final()
+        if not self._ended.state.is_final:
+            raise DeadlineExceeded(
+                f"the device has not passed all points {self._close_timeout_s:g} s after its"
+                " waiter was closed; the thread is left behind"
+            )
+        self._thread.join(self._close_timeout_s)
+        if self._failure is not None:
+            raise InternalError("the device waiter crashed") from self._failure
+
+    def close(self) -> None:
+        """End once all points were passed; call it after the streams have ended. Never waits."""
+        self._closing.revoke()
+        self._bell.put(None)
+
+    def _work(self) -> None:
+        try:
+            _fine_timers()
+            while True:
+                pause = self._look()
+                if pause == math.inf and self._closing.state.is_final:
+                    break
+                self._sleep(pause)
+        except BaseException as error:
+            self._failure = error
+            self._fail_all(error)
+            self._closing.revoke()
+        self._ended.finish()
+
+    def _fail_all(self, error: BaseException) -> None:
+        """Leave nobody waiting for a thread that has gone."""
+        for lane in self._lanes:
+            while lane.points:
+                lane.points.popleft().end(error)
+
+    def _look(self) -> float:
+        """Tell of all points that were passed; return how long to sleep before the next look."""
+        return min((self._look_at(lane) for lane in self._lanes), default=math.inf)
+
+    def _look_at(self, lane: Lane) -> float:
+        points, pace = lane.points, lane.pace
+        if lane.num_taken != lane.num_watched:
+            if points and len(points) <= lane.num_watched - lane.num_taken:
+                pace.began(points[0].recorded_at)  # the stream had none to pass before it
+            lane.num_taken = lane.num_watched
+        if not points:
+            return math.inf
+        passed: list[Point] = []
+        error: BaseException | None = None
+        while points and error is None:
+            try:
+                if not points[0].was_passed():
+                    break
+            except Exception as failure:
+                error = failure
+            passed.append(points.popleft())
+            self._end(passed[-1], error)
+        now = time.perf_counter()
+        pace.looked(now, len(passed))
+        if not points:
+            return math.inf
+        ahead = next((n for n, point in enumerate(points) if point.hurry), None)
+        may_hurry = ahead is not None and self._has_budget(now)
+        return pace.next_look_s(now, ahead or 0, may_hurry=may_hurry)
+
+    def _end(self, point: Point, error: BaseException | None) -> None:
+        event = point.end(error)
+        if event is not None:
+            self._events.append(event)
+
+    def _has_budget(self, now: float) -> bool:
+        """Whether looking closely is still within the waiter's share of a core."""
+        wall_before, used_before = self._clocks
+        used = time.thread_time()
+        earned = (now - wall_before) * self._share - (used - used_before)
+        self._budget_s = min(SAVED_S, self._budget_s + earned)
+        self._clocks = now, used
+        return self._budget_s > 0
+
+    def _sleep(self, pause: float) -> None:
+        # The wish to be woken is said before new points are looked for; a stream appends its point
+        # before it looks for the wish. So one of them sees the other.
+        self._sleeps_until = math.inf if pause == math.inf else time.perf_counter() + pause
+        if all(lane.num_taken == lane.num_watched for lane in self._lanes):
+            try:
+                self._bell.get(timeout=None if pause == math.inf else pause)
+                while True:
+                    self._bell.get_nowait()
+            except Empty:
+                pass
+        self._sleeps_until = 0.0
+
+
+def _fine_timers() -> None:
+    """Let this thread's sleeps end on time: by default the system adds 50 us to each (Linux)."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)

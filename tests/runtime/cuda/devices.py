@@ -1,0 +1,166 @@
+"""Devices that run work behind the host's back: a real GPU, and one made of threads.
+
+The thread device keeps what matters of a GPU: work is enqueued and runs later, in order within a
+queue and in no order between queues, unless an event is recorded and waited for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from queue import SimpleQueue
+from typing import Protocol, final
+
+import torch
+import trio
+
+from kvlease.runtime.cuda_stream import CudaStream
+from kvlease.runtime.cuda_waiter import CudaWaiter, DeviceEvent
+from kvlease.runtime.stream_scope import WaitObserver
+
+CYCLES_PER_S = 1.7e9
+"""Of a GPU's clock, for its sleeping kernel; somewhat less than the clock's maximum."""
+
+
+class Device(Protocol):
+    """What the tests need of a device; all but `queue` is for a stream's worker."""
+
+    name: str
+
+    def queue(self) -> Callable[[], None]:
+        """Make a queue; the result makes it the current one of the calling thread."""
+        ...
+
+    def event(self) -> DeviceEvent:
+        """Make an event."""
+        ...
+
+    def enqueue(self, work: Callable[[], object]) -> None:
+        """Put work behind all that the current queue was given."""
+        ...
+
+    def delay(self, seconds: float) -> None:
+        """Let the current queue take so long here."""
+        ...
+
+
+@final
+class ThreadDevice:
+    """A thread a queue; `close` ends them."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self._queues: list[SimpleQueue[Callable[[], object] | None]] = []
+        self._threads: list[threading.Thread] = []
+
+    def queue(self) -> Callable[[], None]:
+        mine: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        thread = threading.Thread(target=_run, args=(mine,), daemon=True)
+        thread.start()
+        self._queues.append(mine)
+        self._threads.append(thread)
+
+        def enter() -> None:
+            self._local.queue = mine
+
+        return enter
+
+    def event(self) -> ThreadEvent:
+        return ThreadEvent(self)
+
+    def enqueue(self, work: Callable[[], object]) -> None:
+        self._local.queue.put(work)
+
+    def delay(self, seconds: float) -> None:
+        self.enqueue(partial(time.sleep, seconds))
+
+    def close(self) -> None:
+        for queue, thread in zip(self._queues, self._threads, strict=True):
+            queue.put(None)
+            thread.join()
+
+
+def _run(queue: SimpleQueue[Callable[[], object] | None]) -> None:
+    while (work := queue.get()) is not None:
+        work()
+
+
+@final
+class ThreadEvent:
+    """An event of the thread device; as with CUDA, a wait means the latest record before it."""
+
+    def __init__(self, device: ThreadDevice) -> None:
+        self._device = device
+        self._passed = threading.Event()
+        self._passed.set()
+
+    def record(self) -> None:
+        self._passed = threading.Event()
+        self._device.enqueue(self._passed.set)
+
+    def wait(self) -> None:
+        passed = self._passed
+        self._device.enqueue(partial(passed.wait, 10.0))
+
+    def query(self) -> bool:
+        return self._passed.is_set()
+
+
+@final
+class CudaDevice:
+    """The GPU that torch sees."""
+
+    name = "cuda"
+
+    def queue(self) -> Callable[[], None]:
+        return partial(torch.cuda.set_stream, torch.cuda.Stream())  # type: ignore[no-untyped-call]
+
+    def event(self) -> DeviceEvent:
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def enqueue(self, work: Callable[[], object]) -> None:
+        work()
+
+    def delay(self, seconds: float) -> None:
+        torch.cuda._sleep(int(seconds * CYCLES_PER_S))  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
+
+
+@asynccontextmanager
+async def open_streams(
+    device: Device,
+    *names: str,
+    observer: WaitObserver | None = None,
+    close_timeout_s: float = 5.0,
+    waiter: CudaWaiter | None = None,
+) -> AsyncGenerator[list[CudaStream]]:
+    """Open streams of a device with their waiter; closed at the end of the block."""
+    waiter = waiter or CudaWaiter(device.event)
+    streams = [
+        CudaStream(
+            name,
+            waiter.lane(),
+            device.queue(),
+            observer=observer,
+            close_timeout_s=close_timeout_s,
+        )
+        for name in names
+    ]
+    async with trio.open_nursery() as outside:
+        await outside.start(waiter.run)
+        try:
+            async with trio.open_nursery() as nursery:
+                for stream in streams:
+                    await nursery.start(stream.run)
+                yield streams
+                for stream in streams:
+                    await stream.aclose()
+        finally:
+            waiter.close()
