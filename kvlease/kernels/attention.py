@@ -10,6 +10,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from kvlease.kernels.linear import batched
 from kvlease.kernels.tiling import Tiling
 
 
@@ -43,7 +44,7 @@ def sparse_attention(
     # the sink comes first so that a longer tail of masked keys moves nothing before it
     logits = [sinks.view(1, -1, 1).expand(num_rows, num_heads, 1)]
     for tile in tiles:
-        matches = torch.bmm(scaled, tile.keys.transpose(1, 2))
+        matches = batched(scaled, tile.keys.transpose(1, 2), tiling)
         if tile.seen is not None:
             matches.masked_fill_(tile.seen.logical_not().unsqueeze(1), -torch.inf)
         logits.append(matches)
@@ -53,10 +54,7 @@ def sparse_attention(
     for tile in tiles:
         stop = start + tile.keys.shape[1]
         part = weights[:, :, start:stop].contiguous()
-        if result is None:
-            result = torch.bmm(part, tile.keys)
-        else:
-            result = torch.baddbmm(result, part, tile.keys)
+        result = batched(part, tile.keys, tiling, result)
         start = stop
     return torch.zeros_like(queries) if result is None else result
 

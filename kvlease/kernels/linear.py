@@ -1,4 +1,4 @@
-"""Products of packed rows with a weight matrix, in tiles of one shape when exactness is asked for.
+"""Products of packed rows, with one matrix or each with its own, in tiles of one shape when exact.
 
 Knows nothing of what the rows mean.
 """
@@ -39,4 +39,24 @@ def linear(rows: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
     for start in range(0, num_rows, tiling.rows):
         stop = start + tiling.rows
         torch.mm(rows[start:stop], transposed, out=result[start:stop])
+    return result
+
+
+def batched(left: Tensor, right: Tensor, tiling: Tiling, added: Tensor | None = None) -> Tensor:
+    """Return ``left[n] @ right[n]``, plus ``added[n]`` where given.
+
+    Shapes: left [N, P, K]; right [N, K, Q]; added and result [N, P, Q]. In exact mode N is a
+    multiple of ``tiling.rows``: on a CUDA device the library picks its kernel by the size of the
+    batch as well, so that every call takes one tile; on the CPU it does not.
+    """
+    if not tiling.is_exact or left.device.type == "cpu":
+        return torch.bmm(left, right) if added is None else torch.baddbmm(added, left, right)
+    result = left.new_empty((left.shape[0], left.shape[1], right.shape[2]))
+    for start in range(0, left.shape[0], tiling.rows):
+        part = slice(start, start + tiling.rows)
+        pair = left[part].contiguous(), right[part].contiguous()
+        if added is None:
+            torch.bmm(*pair, out=result[part])
+        else:
+            torch.baddbmm(added[part], *pair, out=result[part])
     return result

@@ -10,8 +10,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from kvlease.kernels.activations import sigmoid
-from kvlease.kernels.linear import linear
+from kvlease.kernels.activations import fold_sum, sigmoid
+from kvlease.kernels.linear import batched, linear
 from kvlease.kernels.norms import accumulate_dtype, rms_normalize
 from kvlease.kernels.tiling import Tiling
 
@@ -77,6 +77,8 @@ def sinkhorn(positive: Tensor, iterations: int, eps: float) -> Tensor:
     Shapes: positive [N, S, S]; result likewise. ``eps`` is added to every sum divided by.
     """
     size = positive.shape[1]
+    if positive.device.type != "cpu":
+        return _sinkhorn_folding(positive, iterations, eps)
     columns, rows = _summing(size, eps, positive.dtype)
     # flat entries times a 0/1 matrix give every entry the sum of its own column (or row), so that
     # a half iteration is one product and one division
@@ -91,6 +93,15 @@ def sinkhorn(positive: Tensor, iterations: int, eps: float) -> Tensor:
         torch.mm(flat, columns, out=sums)
         flat.div_(sums)
     return flat[:, :-1].reshape(positive.shape)
+
+
+def _sinkhorn_folding(positive: Tensor, iterations: int, eps: float) -> Tensor:
+    """The same with additions only, which no batch size reorders on any device."""
+    result = positive / (fold_sum(positive, 1) + eps).unsqueeze(1)
+    for _ in range(iterations - 1):
+        result = result / (fold_sum(result, 2) + eps).unsqueeze(2)
+        result = result / (fold_sum(result, 1) + eps).unsqueeze(1)
+    return result
 
 
 def enter_block(
@@ -108,18 +119,18 @@ def enter_block(
     comb = sinkhorn(
         square.softmax(dim=2).add_(numbers.eps), numbers.sinkhorn_iterations, numbers.eps
     )
-    entered = _weighted_sum(gates[:, :size] + numbers.eps, streams)
+    entered = _weighted_sum(gates[:, :size] + numbers.eps, streams, tiling)
     return entered, Mixing(gates[:, size:] * 2.0, comb)
 
 
-def leave_block(streams: Tensor, output: Tensor, mixing: Mixing) -> Tensor:
+def leave_block(streams: Tensor, output: Tensor, mixing: Mixing, tiling: Tiling) -> Tensor:
     """Return the streams after a block: post_s * output + sum_t comb[t, s] * stream_t.
 
     Shapes: streams [N, S, D]; output [N, D]; result [N, S, D] in the streams' dtype.
     """
     wide = mixing.comb.dtype
     added = mixing.post.unsqueeze(2) * output.to(wide).unsqueeze(1)
-    mixed = torch.baddbmm(added, mixing.comb.transpose(1, 2), streams.to(wide))
+    mixed = batched(mixing.comb.transpose(1, 2), streams.to(wide), tiling, added)
     return mixed.to(streams.dtype)
 
 
@@ -128,9 +139,9 @@ def read_head(
 ) -> Tensor:
     """Return the streams' final weighted sum, [N, D] in their dtype. Shapes: streams [N, S, D]."""
     pre = sigmoid(_mixes(streams, weights, numbers, tiling)).add_(numbers.eps)
-    return _weighted_sum(pre, streams)
+    return _weighted_sum(pre, streams, tiling)
 
 
-def _weighted_sum(weights: Tensor, streams: Tensor) -> Tensor:
+def _weighted_sum(weights: Tensor, streams: Tensor, tiling: Tiling) -> Tensor:
     wide = streams.to(weights.dtype)
-    return torch.bmm(weights.unsqueeze(1), wide).squeeze(1).to(streams.dtype)
+    return batched(weights.unsqueeze(1), wide, tiling).squeeze(1).to(streams.dtype)

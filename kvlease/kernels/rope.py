@@ -11,6 +11,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from kvlease.kernels.placing import CPU
+
 
 @frozen
 class Yarn:
@@ -48,16 +50,17 @@ class Rotation:
 
 
 @lru_cache(maxsize=16)
-def inverse_frequencies(spec: RopeSpec, dtype: torch.dtype) -> Tensor:
+def inverse_frequencies(spec: RopeSpec, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
     """Return radians per position for each pair, [dim / 2], in float32 or float64; do not write it.
 
+    Computed on the CPU and moved, so that every device turns by the same angles.
     Source: YaRN (arXiv 2309.00071), ramp between interpolated and original frequencies.
     """
     steps = torch.arange(0, spec.dim, 2, dtype=dtype) / spec.dim
     plain = 1.0 / (spec.theta**steps)
     yarn = spec.yarn
     if yarn is None:
-        return plain
+        return plain.to(device)
 
     def channel_of(turns: float) -> float:
         """The (fractional) pair index whose wave makes ``turns`` turns in the original context."""
@@ -68,7 +71,7 @@ def inverse_frequencies(spec: RopeSpec, dtype: torch.dtype) -> Tensor:
     high = min(math.ceil(channel_of(yarn.beta_slow)), spec.dim - 1)
     width = (high - low) or 0.001  # a ramp of no width would divide by zero
     stretched = ((torch.arange(spec.dim // 2, dtype=dtype) - low) / width).clamp(0, 1)
-    return plain / yarn.factor * stretched + plain * (1 - stretched)
+    return (plain / yarn.factor * stretched + plain * (1 - stretched)).to(device)
 
 
 def rotation(positions: Tensor, frequencies: Tensor) -> Rotation:

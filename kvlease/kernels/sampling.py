@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvlease.kernels.counter_rng import uniforms
+from kvlease.kernels.placing import place
 from kvlease.protocols.ports import SampledToken, Sampling
 
 
@@ -23,8 +24,8 @@ def sample_tokens(
     Shapes: logits [S, V], float32 or float64, unchanged afterwards; how and positions S each,
     positions being those of the new tokens. ``digests`` adds a hash of each row as it came in.
     """
-    hashes = [_digest(row) for row in logits] if digests else [None] * len(how)
-    allowed = _ban(logits, how)
+    hashes = [digest_of(row) for row in logits] if digests else [None] * len(how)
+    allowed = ban(logits, how)
     # the lowest token among equals
     tokens = cast("list[int]", allowed.argmax(dim=1).tolist())
     drawn = [row for row, way in enumerate(how) if way.temperature > 0]
@@ -40,17 +41,19 @@ def sample_tokens(
     ]
 
 
-def _ban(logits: Tensor, how: Sequence[Sampling]) -> Tensor:
-    if not any(way.banned for way in how):
+def ban(logits: Tensor, how: Sequence[Sampling]) -> Tensor:
+    """Return the logits with -inf for banned tokens; the same tensor where none is banned."""
+    width = logits.shape[1]
+    banned = [row * width + token for row, way in enumerate(how) for token in way.banned]
+    if not banned:
         return logits
-    allowed = logits.clone()
-    for row, way in enumerate(how):
-        if way.banned:
-            allowed[row, list(way.banned)] = -torch.inf
+    allowed = logits.clone(memory_format=torch.contiguous_format)
+    allowed.view(-1).index_fill_(0, place(torch.tensor(banned), logits.device), -torch.inf)
     return allowed
 
 
-def _digest(row: Tensor) -> bytes:
+def digest_of(row: Tensor) -> bytes:
+    """Return a hash of one row of logits in host memory."""
     return hashlib.blake2b(row.contiguous().numpy().tobytes(), digest_size=16).digest()
 
 

@@ -15,10 +15,12 @@ from kvlease.errors import ConfigError
 from kvlease.kernels.activations import clamped_swiglu, fold_softmax, sigmoid, softplus
 from kvlease.kernels.attention import KeyBlock, sparse_attention
 from kvlease.kernels.indexer import index_scores
-from kvlease.kernels.linear import linear
+from kvlease.kernels.linear import batched, linear
 from kvlease.kernels.mhc import sinkhorn
 from kvlease.kernels.norms import accumulate_dtype, rms_norm
+from kvlease.kernels.placing import CPU
 from kvlease.kernels.rope import RopeSpec, inverse_frequencies, rotate_trailing_, rotation
+from kvlease.kernels.routing import choose_by_score, route
 from kvlease.kernels.tiling import EXACT, Tiling, pad_rows
 
 _MANY = 96
@@ -36,16 +38,22 @@ class ProbeGeometry:
     keys: int = 128
     index_heads: int = 16
     index_dim: int = 32
+    norm_width: int = 512
+    """How wide the widest norm is: the residual streams' together."""
 
 
 @frozen
 class InvarianceReport:
-    """What was tried, and which kinds of arithmetic gave a row other bits in another batch."""
+    """What was tried, and which kinds of arithmetic gave a row other bits in another batch.
+
+    ``threads`` counts those of the CPU, and decides nothing on another device.
+    """
 
     dtype: str
     threads: int
     tried: tuple[str, ...]
     varying: tuple[str, ...]
+    device: str = "cpu"
 
     @property
     def is_invariant(self) -> bool:
@@ -54,35 +62,50 @@ class InvarianceReport:
 
 
 def row_invariance(
-    dtype: torch.dtype, geometry: ProbeGeometry | None = None, tiling: Tiling = EXACT
+    dtype: torch.dtype,
+    geometry: ProbeGeometry | None = None,
+    tiling: Tiling = EXACT,
+    device: torch.device = CPU,
 ) -> InvarianceReport:
     """Compare each row computed among 96 with the same row in smaller batches, bit for bit."""
-    probes = _probes(dtype, geometry or ProbeGeometry(), tiling)
+    probes = _probes(dtype, geometry or ProbeGeometry(), tiling, device)
     varying = [
         name for name, (probe, rows) in probes.items() if not _is_stable(probe, rows, tiling)
     ]
     return InvarianceReport(
-        str(dtype).removeprefix("torch."), torch.get_num_threads(), tuple(probes), tuple(varying)
+        str(dtype).removeprefix("torch."),
+        torch.get_num_threads(),
+        tuple(probes),
+        tuple(varying),
+        device.type,
     )
 
 
 @lru_cache(maxsize=8)
-def _cached_report(dtype: torch.dtype, threads: int) -> InvarianceReport:
-    return row_invariance(dtype)
+def _cached_report(
+    dtype: torch.dtype, threads: int, device: torch.device, norm_width: int
+) -> InvarianceReport:
+    return row_invariance(dtype, ProbeGeometry(norm_width=norm_width), device=device)
 
 
-def require_row_invariance(dtype: torch.dtype) -> InvarianceReport:
-    """Return the report; probes once per dtype and thread count.
+def require_row_invariance(
+    dtype: torch.dtype, device: torch.device = CPU, norm_width: int = 512
+) -> InvarianceReport:
+    """Return the report; probes once per dtype, place and width of the widest norm.
 
     Raises:
         ConfigError: some arithmetic varies with the batch, so answers cannot be exact here.
     """
-    report = _cached_report(dtype, torch.get_num_threads())
+    # on the CPU a norm adds up its row in an order that only the row's own width decides
+    width = 512 if device.type == "cpu" else norm_width
+    report = _cached_report(dtype, torch.get_num_threads(), device, width)
     if not report.is_invariant:
+        where, hint = f"{report.threads} threads", " or another OMP_NUM_THREADS"
+        if report.device != "cpu":
+            where, hint = f"device {report.device}", ""
         raise ConfigError(
             f"exact answers cannot be had here: {', '.join(report.varying)} in {report.dtype} with"
-            f" {report.threads} threads depend on the batch; use --no-exact or another"
-            " OMP_NUM_THREADS"
+            f" {where} depend on the batch; use --no-exact{hint}"
         )
     return report
 
@@ -101,22 +124,23 @@ def _is_stable(probe: Probe, rows: list[Tensor], tiling: Tiling) -> bool:
 
 
 def _probes(
-    dtype: torch.dtype, g: ProbeGeometry, tiling: Tiling
+    dtype: torch.dtype, g: ProbeGeometry, tiling: Tiling, device: torch.device
 ) -> dict[str, tuple[Probe, list[Tensor]]]:
     draw = torch.Generator().manual_seed(7)
     wide = accumulate_dtype(dtype)
 
     def rows(*shape: int) -> Tensor:
-        return torch.randn((_MANY, *shape), generator=draw, dtype=torch.float32).to(wide)
+        return torch.randn((_MANY, *shape), generator=draw).to(device, wide)
 
-    matrix = torch.randn((g.width, g.width), generator=draw).to(dtype)
+    matrix = torch.randn((g.width, g.width), generator=draw).to(device, dtype)
     wide_matrix = matrix.to(wide)
-    weight = torch.rand(g.width, generator=draw).to(wide)
-    sinks = torch.randn(g.heads, generator=draw).to(wide)
-    frequencies = inverse_frequencies(RopeSpec(g.head_dim // 4, 10000.0), wide)
+    weight = torch.rand(g.width, generator=draw).to(device, wide)
+    stream_weight = torch.rand(g.norm_width, generator=draw).to(device, wide)
+    sinks = torch.randn(g.heads, generator=draw).to(device, wide)
+    frequencies = inverse_frequencies(RopeSpec(g.head_dim // 4, 10000.0), wide, device)
 
     def attention(parts: list[Tensor]) -> Tensor:
-        seen = torch.ones(parts[1].shape[:2], dtype=torch.bool)
+        seen = torch.ones(parts[1].shape[:2], dtype=torch.bool, device=device)
         blocks = [KeyBlock(parts[1], seen), KeyBlock(parts[2], seen)]
         return sparse_attention(parts[0], sinks, blocks, g.head_dim**-0.5, tiling)
 
@@ -137,7 +161,12 @@ def _probes(
         "pooling": (lambda p: fold_softmax(p[0], 1), [rows(8, g.head_dim)]),
         "rotation": (turned, [heads]),
         "sinkhorn": (lambda p: sinkhorn(p[0].softmax(dim=2), 4, 1e-6), [rows(4, 4)]),
-        "mixing": (lambda p: torch.bmm(p[0], p[1]), [rows(4, 4), rows(4, g.width)]),
+        "mixing": (lambda p: batched(p[0], p[1], tiling), [rows(4, 4), rows(4, g.width)]),
+        "stream norm": (lambda p: rms_norm(p[0], stream_weight, 1e-6), [rows(g.norm_width)]),
+        "routing": (
+            lambda p: route(sigmoid(p[0]), choose_by_score(p[0], weight[:8], 6), 1.5).weights,
+            [rows(8)],
+        ),
         "attention": (
             attention,
             [heads, rows(g.keys, g.head_dim), rows(g.keys, g.head_dim)],

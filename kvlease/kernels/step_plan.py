@@ -2,6 +2,9 @@
 
 Rows of all sequences lie one after another; padding rows repeat row 0, so every row is a real
 one and no special case follows. Knows positions and ratios, not weights or memory.
+
+What names cached rows (sequences, places, group numbers) stays in host memory, where page tables
+are; what meets hidden states (row numbers, masks) is placed on the model's device.
 """
 
 from collections.abc import Sequence
@@ -13,6 +16,7 @@ from attrs import frozen
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvlease.kernels.placing import CPU, place
 from kvlease.kernels.tiling import Tiling
 from kvlease.kernels.views import RowIndex
 
@@ -52,7 +56,7 @@ class Visible:
     least: int
     """The smallest of the counts."""
     blind: Tensor | None
-    """Rows that see nothing, [.] int64, or None if there are none."""
+    """Rows that see nothing, [.] int64 in host memory, or None if there are none."""
 
 
 @frozen
@@ -107,10 +111,15 @@ class StepPlan:
     """One step's rows and the index tensors derived from them, each made on first use."""
 
     def __init__(
-        self, starts: Sequence[int], tokens: Sequence[Sequence[int]], tiling: Tiling
+        self,
+        starts: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        tiling: Tiling,
+        device: torch.device = CPU,
     ) -> None:
         """Lay out the rows of B sequences: tokens[b] at positions starts[b] and up, none empty."""
         self.tiling = tiling
+        self.device = device
         self.index = RowIndex()
         lengths = np.array([len(part) for part in tokens], dtype=np.int64)
         self.num_sequences = len(lengths)
@@ -125,8 +134,8 @@ class StepPlan:
         flat = np.concatenate([np.asarray(part, dtype=np.int64) for part in tokens])
         self._sequences = self._pad(sequences)
         self._positions = self._pad(self._starts[sequences] + offsets)
-        self.tokens = _tensor(self._pad(flat))
-        self.positions = _tensor(self._positions)
+        self.tokens = self._placed(self._pad(flat))
+        self.positions = self._placed(self._positions)
         self.sequences = _tensor(self._sequences)
         self.sequence_column = self.sequences.unsqueeze(1)
         self.last_rows = self._first_rows + lengths - 1
@@ -136,6 +145,9 @@ class StepPlan:
         self._closings: dict[tuple[int, int, bool], Closings | None] = {}
         self._phases: dict[int, Tensor] = {}
 
+    def _placed(self, values: NDArray[np.generic]) -> Tensor:
+        return place(_tensor(values), self.device)
+
     def _pad(self, rows: _Ints) -> _Ints:
         return np.concatenate([rows, np.repeat(rows[:1], self.num_padded - len(rows))])
 
@@ -143,7 +155,7 @@ class StepPlan:
         """Return position % ratio of each row, [N]."""
         found = self._phases.get(ratio)
         if found is None:
-            found = self._phases[ratio] = _tensor(self._positions % ratio)
+            found = self._phases[ratio] = self._placed(self._positions % ratio)
         return found
 
     def ring_writes(self, ring: int) -> RingWrites:
@@ -157,7 +169,7 @@ class StepPlan:
         real = np.arange(self.num_rows)
         sequences, positions = self._sequences[: self.num_rows], self._positions[: self.num_rows]
         kept = real > self.last_rows[sequences] - ring
-        rows = None if kept.all() else _tensor(real[kept])
+        rows = None if kept.all() else self._placed(real[kept])
         return RingWrites(rows, _tensor(sequences[kept]), _tensor(positions[kept] % ring))
 
     def window_reads(self, window: int, ring: int) -> WindowReads:
@@ -178,14 +190,14 @@ class StepPlan:
                 return WindowReads("rings", None, None)
             # an unseen place may hold poison; the row's own place is always seen
             safe = np.where(seen, places, here % ring)
-            return WindowReads("places", _tensor(safe), _tensor(seen))
+            return WindowReads("places", _tensor(safe), self._placed(seen))
         at_place = np.where(seen, at_place, here)
         sequence = self._sequences[:, None]
         start = self._starts[sequence]
         in_chunk = self.num_sequences * ring + self._first_rows[sequence] + at_place - start
         in_ring = sequence * ring + at_place % ring
         rows = np.where(at_place >= start, in_chunk, in_ring)
-        return WindowReads("mixed", _tensor(rows), _tensor(seen))
+        return WindowReads("mixed", self._placed(rows), self._placed(seen))
 
     def closings(self, ratio: int, ring: int, *, overlapping: bool) -> Closings | None:
         """Return the groups of ``ratio`` tokens that end in this step, None if there are none."""
@@ -204,7 +216,7 @@ class StepPlan:
         reach = 2 * ratio if overlapping else ratio
         slots = positions[closing][:, None] - reach + 1 + np.arange(reach)[None, :]
         places = slots % ring
-        head = (_tensor(sequences), _tensor(groups), _tensor(groups == 0), reach)
+        head = (_tensor(sequences), _tensor(groups), self._placed(groups == 0), reach)
         if self.is_decode:
             return Closings(*head, None, None, _tensor(sequences[:, None]), _tensor(places))
         start = self._starts[sequences][:, None]
@@ -214,8 +226,8 @@ class StepPlan:
         owners = np.repeat(sequences, reach)[from_ring]
         return Closings(
             *head,
-            _tensor(np.where(outside, 0, rows.ravel())),
-            _tensor(from_ring) if len(from_ring) else None,
+            self._placed(np.where(outside, 0, rows.ravel())),
+            self._placed(from_ring) if len(from_ring) else None,
             _tensor(owners),
             _tensor(places.ravel()[from_ring]),
         )
@@ -245,7 +257,7 @@ class StepPlan:
                     rows = np.arange(low, min(low + GROUP_ROWS, end))
                     groups.append(self._group(rows, counts, len(rows), shared=True))
         return Visible(
-            counts=_tensor(counts),
+            counts=self._placed(counts),
             groups=tuple(groups),
             least=int(counts.min()),
             blind=_tensor(blind) if len(blind) else None,
@@ -261,12 +273,12 @@ class StepPlan:
         blank = np.flatnonzero(owned == 0)
         sequences = self._sequences[rows[:1] if shared else rows]
         return RowGroup(
-            rows=_tensor(rows),
+            rows=self._placed(rows),
             count=count,
             sequences=_tensor(sequences[:, None]),
             places=_tensor(np.minimum(places, np.maximum(owned[:, None] - 1, 0))),
-            seen=_tensor(places < visible[:, None]),
-            visible=_tensor(visible),
-            blank=_tensor(blank) if len(blank) else None,
+            seen=self._placed(places < visible[:, None]),
+            visible=self._placed(visible),
+            blank=self._placed(blank) if len(blank) else None,
             whole=self.is_decode,
         )

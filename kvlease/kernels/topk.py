@@ -14,11 +14,11 @@ def select_topk(scores: Tensor, visible: Tensor, k: int) -> Tensor:
 
     Equal scores: the lower position wins (relu makes exact zeros, so ties are common).
     """
-    num_rows, num_keys = scores.shape
-    slots = torch.arange(k)
+    num_keys = scores.shape[1]
+    slots = torch.arange(k, device=scores.device)
     if num_keys <= k:
         return torch.where(slots < visible.unsqueeze(1), slots, -1)
-    positions = torch.arange(num_keys)
+    positions = torch.arange(num_keys, device=scores.device)
     unseen = positions >= visible.unsqueeze(1)
     seen = scores.masked_fill(unseen, -torch.inf)
     bar = _kth_best(seen, k)
@@ -27,9 +27,19 @@ def select_topk(scores: Tensor, visible: Tensor, k: int) -> Tensor:
     # of the keys level with the k-th best, the lowest positions fill what is left of k
     room = k - above.sum(dim=1, keepdim=True)
     chosen = above | (level & (level.cumsum(dim=1) <= room))
-    # exactly k a row, so the row-major list of chosen positions is [N, k] in position order
-    picked = chosen.nonzero()[:, 1].view(num_rows, k)
+    picked = _positions_of(chosen, positions, k)
     return torch.where(picked < visible.unsqueeze(1), picked, -1)
+
+
+def _positions_of(chosen: Tensor, positions: Tensor, k: int) -> Tensor:
+    """Return where each row of ``chosen`` [N, L] is true, [N, k]; exactly k times a row."""
+    if chosen.device.type == "cpu":
+        # the row-major list of chosen positions is [N, k] in position order
+        return chosen.nonzero()[:, 1].view(-1, k)
+    # a list of unknown length would make the host wait for the device
+    slots = torch.where(chosen, chosen.cumsum(dim=1) - 1, k)
+    picked = positions.new_zeros((len(chosen), k + 1))
+    return picked.scatter_(1, slots, positions.expand_as(slots))[:, :k]
 
 
 def _kth_best(seen: Tensor, k: int) -> Tensor:

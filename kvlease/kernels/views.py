@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvlease.errors import LayoutMismatch, SealedPage, StaleEpoch
+from kvlease.kernels.placing import place
 from kvlease.protocols.views import OpenRows, PagedRows, SelectedRows, SlotRows
 
 Handle = PagedRows | OpenRows | SlotRows
@@ -31,6 +32,7 @@ def check_epoch(handle: Handle) -> None:
 class RowIndex:
     """Memo of row addresses for one step: layers share page tables, so one translation serves all.
 
+    Tables and numbers are in host memory; addresses are made there and placed where the rows are.
     Keeps what it was given alive, so that identities stay distinct; drop it with the step.
     """
 
@@ -40,8 +42,15 @@ class RowIndex:
         """Start empty."""
         self._memo: dict[tuple[int, ...], tuple[Tensor, tuple[object, ...]]] = {}
 
-    def flat(self, table: Tensor, sequences: Tensor, rows: Tensor, rows_per_page: int) -> Tensor:
-        """Return page * rows_per_page + offset of each row.
+    def flat(
+        self,
+        table: Tensor,
+        sequences: Tensor,
+        rows: Tensor,
+        rows_per_page: int,
+        device: torch.device,
+    ) -> Tensor:
+        """Return page * rows_per_page + offset of each row, on the device.
 
         Shapes: table [B, P]; sequences [...] and rows [...] int64, of one shape or broadcast
         together; result of that shape.
@@ -49,11 +58,13 @@ class RowIndex:
         key = (id(table), id(sequences), id(rows), rows_per_page)
         found = self._memo.get(key)
         if found is None:
-            value = _flat_rows(table, sequences, rows, rows_per_page)
+            value = place(_flat_rows(table, sequences, rows, rows_per_page), device)
             found = self._memo[key] = value, (table, sequences, rows)
         return found[0]
 
-    def pages(self, table: Tensor, sequences: Tensor, num_pages: int) -> Tensor:
+    def pages(
+        self, table: Tensor, sequences: Tensor, num_pages: int, device: torch.device
+    ) -> Tensor:
         """Return the first pages of each sequence, [M * num_pages]; page 0 past the table's end.
 
         Shapes: table [B, P]; sequences [M, 1] int64.
@@ -63,17 +74,32 @@ class RowIndex:
         if found is None:
             columns = torch.arange(num_pages)
             value = table[sequences, columns.clamp(max=table.shape[1] - 1)]
-            value = torch.where(columns < table.shape[1], value, 0).flatten()
+            value = place(torch.where(columns < table.shape[1], value, 0).flatten(), device)
             found = self._memo[key] = value, (table, sequences)
         return found[0]
 
-    def ring(self, slots: Tensor, sequences: Tensor, places: Tensor, ring_rows: int) -> Tensor:
+    def ring(
+        self,
+        slots: Tensor,
+        sequences: Tensor,
+        places: Tensor,
+        ring_rows: int,
+        device: torch.device,
+    ) -> Tensor:
         """Return slot * ring_rows + place of each ring row; shapes as in `flat`, slots [B]."""
         key = (id(slots), id(sequences), id(places), ring_rows)
         found = self._memo.get(key)
         if found is None:
-            value = slots[sequences] * ring_rows + places
+            value = place(slots[sequences] * ring_rows + places, device)
             found = self._memo[key] = value, (slots, sequences, places)
+        return found[0]
+
+    def placed(self, numbers: Tensor, device: torch.device) -> Tensor:
+        """Return numbers from host memory on the device."""
+        key = (id(numbers),)
+        found = self._memo.get(key)
+        if found is None:
+            found = self._memo[key] = place(numbers, device), (numbers,)
         return found[0]
 
     def above_floor(self, floor: Tensor, sequences: Tensor, rows: Tensor) -> bool:
@@ -103,7 +129,8 @@ def read_rows(handle: PagedRows, sequences: Tensor, rows: Tensor, index: RowInde
     check_epoch(handle)
     base = cast("Tensor", handle._base)
     table = cast("Tensor", handle._table)
-    return _take(base.flatten(0, 1), index.flat(table, sequences, rows, handle.rows_per_page))
+    flat = index.flat(table, sequences, rows, handle.rows_per_page, base.device)
+    return _take(base.flatten(0, 1), flat)
 
 
 def read_pages(handle: PagedRows, sequences: Tensor, num_rows: int, index: RowIndex) -> Tensor:
@@ -121,7 +148,7 @@ def read_pages(handle: PagedRows, sequences: Tensor, num_rows: int, index: RowIn
     base = cast("Tensor", handle._base)
     table = cast("Tensor", handle._table)
     num_pages = -(-num_rows // handle.rows_per_page)
-    pages = index.pages(table, sequences, num_pages)
+    pages = index.pages(table, sequences, num_pages, base.device)
     return base.index_select(0, pages).view(len(sequences), -1, *base.shape[2:])
 
 
@@ -129,12 +156,12 @@ def _take(rows: Tensor, flat: Tensor) -> Tensor:
     return rows.index_select(0, flat.flatten()).view(*flat.shape, *rows.shape[1:])
 
 
-def read_selected(selected: SelectedRows, sequences: Tensor) -> Tensor:
+def read_selected(selected: SelectedRows, sequences: Tensor, index: RowIndex) -> Tensor:
     """Return the rows chosen per query; where none was chosen (-1), the sequence's row 0.
 
     A query that sees any row sees row 0, so what fills the unused places is never foreign; a query
     that sees none gets whatever lies there, and the caller must clear it.
-    Shapes: selected.chosen [N, K]; sequences [N, 1]; result [N, K, *row].
+    Shapes: selected.chosen [N, K], where the rows are; sequences [N, 1]; result [N, K, *row].
 
     Raises:
         StaleEpoch: the right behind the handle has ended.
@@ -144,6 +171,7 @@ def read_selected(selected: SelectedRows, sequences: Tensor) -> Tensor:
     base = cast("Tensor", handle._base)
     table = cast("Tensor", handle._table)
     rows = cast("Tensor", selected.chosen).clamp(min=0)
+    table, sequences = (index.placed(numbers, base.device) for numbers in (table, sequences))
     return _take(base.flatten(0, 1), _flat_rows(table, sequences, rows, handle.rows_per_page))
 
 
@@ -170,7 +198,7 @@ def write_rows(
             f"a row of {handle.component} below the open page was to be written;"
             " sealed pages never change"
         )
-    flat = index.flat(table, sequences, rows, handle.rows_per_page)
+    flat = index.flat(table, sequences, rows, handle.rows_per_page, base.device)
     base.view(-1, *base.shape[2:]).index_copy_(0, flat, stored)
 
 
@@ -190,7 +218,7 @@ def read_rings(handle: SlotRows, sequences: Tensor) -> Tensor:
     check_epoch(handle)
     base = cast("Tensor", handle._base)
     slots = cast("Tensor", handle._slots)
-    return base.index_select(0, slots[sequences])
+    return base.index_select(0, place(slots[sequences], base.device))
 
 
 def read_ring_rows(handle: SlotRows, sequences: Tensor, places: Tensor, index: RowIndex) -> Tensor:
@@ -204,7 +232,8 @@ def read_ring_rows(handle: SlotRows, sequences: Tensor, places: Tensor, index: R
     check_epoch(handle)
     base = cast("Tensor", handle._base)
     slots = cast("Tensor", handle._slots)
-    return _take(base.flatten(0, 1), index.ring(slots, sequences, places, base.shape[1]))
+    flat = index.ring(slots, sequences, places, base.shape[1], base.device)
+    return _take(base.flatten(0, 1), flat)
 
 
 def write_ring_rows(
@@ -222,7 +251,7 @@ def write_ring_rows(
     base = cast("Tensor", handle._base)
     slots = cast("Tensor", handle._slots)
     _check_layout(handle.component, base, rows)
-    flat = index.ring(slots, sequences, places, base.shape[1])
+    flat = index.ring(slots, sequences, places, base.shape[1], base.device)
     base.view(-1, base.shape[2]).index_copy_(0, flat, rows)
 
 

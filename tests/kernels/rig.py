@@ -15,6 +15,7 @@ from torch import Tensor
 from kvlease.kernels.formats import storage_dtype, storage_width
 from kvlease.kernels.models.deepseek_v4 import DeepseekV4
 from kvlease.kernels.models.step_run import TokensDrawn
+from kvlease.protocols.config import Device
 from kvlease.protocols.ownership import StepLease
 from kvlease.protocols.ports import Completion, Sampling, SequenceInput, StepInput, Stream
 from kvlease.protocols.readiness import Openings
@@ -50,9 +51,13 @@ def run_now(coroutine: Coroutine[object, object, T]) -> T:
     raise AssertionError("the forward waited for something")
 
 
-def poisoned(shape: tuple[int, ...], fmt: RowFormat) -> Tensor:
+DEVICES: list[Device] = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+"""Where models are tried."""
+
+
+def poisoned(shape: tuple[int, ...], fmt: RowFormat, device: Device = "cpu") -> Tensor:
     """Return memory full of NaN bytes."""
-    rows = torch.empty(shape, dtype=storage_dtype(fmt))
+    rows = torch.empty(shape, dtype=storage_dtype(fmt), device=device)
     rows.view(torch.uint8).fill_(0xFF)
     return rows
 
@@ -99,15 +104,16 @@ class Rig:
         self.model = model
         self.schema: Schema = model.schema
         self.random = random.Random(seed)
+        self.device = model.device
         self.rows: dict[tuple[LayerId, str], Tensor] = {}
         self.rings: dict[tuple[LayerId, str], Tensor] = {}
         for layer in self.schema.layers:
             for span in layer.spans:
                 shape = (num_pages, self.schema.rows_per_page(span), storage_width(span.format))
-                self.rows[layer.id, span.name] = poisoned(shape, span.format)
+                self.rows[layer.id, span.name] = poisoned(shape, span.format, self.device)
             for tail in layer.tails:
                 ring = (num_slots, tail.ring_rows, storage_width(tail.format))
-                self.rings[layer.id, tail.name] = poisoned(ring, tail.format)
+                self.rings[layer.id, tail.name] = poisoned(ring, tail.format, self.device)
         self._free_pages = list(range(num_pages))
         self._free_slots = list(range(num_slots))
         self.random.shuffle(self._free_pages)
@@ -121,7 +127,8 @@ class Rig:
     def release(self, sequence: RigSequence) -> None:
         """Give pages and slot back, poisoned."""
         for base in self.rows.values():
-            base.view(torch.uint8).index_fill_(0, torch.tensor(sequence.pages), 0xFF)
+            pages = torch.tensor(sequence.pages, device=self.device)
+            base.view(torch.uint8).index_fill_(0, pages, 0xFF)
         for ring in self.rings.values():
             ring[sequence.slot].view(torch.uint8).fill_(0xFF)
         self._free_pages += sequence.pages
@@ -191,9 +198,11 @@ class Rig:
         lease.close()
         logits = result.logits
         assert logits is not None
+        if self.device == "cuda":
+            torch.cuda.synchronize()
         for row, ((sequence, count), tokens) in enumerate(zip(work, result.tokens(), strict=True)):
             sequence.computed += count
-            sequence.logits.append(logits[row].clone())
+            sequence.logits.append(logits[row].to("cpu", copy=True))
             sequence.drawn.append(tokens[0].token)
         return result
 

@@ -17,8 +17,9 @@ from kvlease.kernels import selftest
 from kvlease.kernels.models.deepseek_v4 import DeepseekV4, ModelOptions, load_model
 from kvlease.kernels.selftest import InvarianceReport, row_invariance
 from kvlease.kernels.tiling import EXACT, FAST
+from kvlease.protocols.config import Device
 from kvlease.protocols.geometries import ComputeDtype, StoreFormat
-from tests.kernels.rig import Rig, RigSequence, random_cuts
+from tests.kernels.rig import DEVICES, Rig, RigSequence, random_cuts
 
 DTYPES: list[ComputeDtype] = ["float32", "float64", "bfloat16"]
 FORMATS: list[tuple[StoreFormat, StoreFormat]] = [
@@ -39,8 +40,10 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @cache
-def model(dtype: ComputeDtype, formats: tuple[StoreFormat, StoreFormat]) -> DeepseekV4:
-    return load_model(None, ModelOptions(dtype, *formats, page_tokens=32))
+def model(
+    dtype: ComputeDtype, formats: tuple[StoreFormat, StoreFormat], device: Device = "cpu"
+) -> DeepseekV4:
+    return load_model(None, ModelOptions(dtype, *formats, page_tokens=32, device=device))
 
 
 def prompt(seed: int, length: int = LENGTH) -> list[int]:
@@ -49,9 +52,11 @@ def prompt(seed: int, length: int = LENGTH) -> list[int]:
 
 
 @cache
-def alone(dtype: ComputeDtype, formats: tuple[StoreFormat, StoreFormat]) -> RigSequence:
+def alone(
+    dtype: ComputeDtype, formats: tuple[StoreFormat, StoreFormat], device: Device = "cpu"
+) -> RigSequence:
     """One prompt computed by itself: in one chunk but for the last tokens, one at a time."""
-    rig = Rig(model(dtype, formats))
+    rig = Rig(model(dtype, formats, device))
     sequence = rig.start(prompt(0))
     rig.run_alone(sequence, [LENGTH - TAIL] + [1] * TAIL)
     return sequence
@@ -63,6 +68,16 @@ def test_the_start_up_test_passes_and_is_quick(threads: int, dtype: torch.dtype)
     assert report.is_invariant, report.varying
     assert report.threads == threads
     assert len(report.tried) > 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_start_up_test_passes_on_a_device(dtype: torch.dtype) -> None:
+    if "cuda" not in DEVICES:
+        pytest.skip("needs a CUDA device")
+    report = row_invariance(dtype, device=torch.device("cuda"))
+    assert report.is_invariant, report.varying
+    assert report.device == "cuda"
 
 
 def test_exact_mode_is_refused_where_the_test_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,16 +96,17 @@ def test_the_start_up_test_sees_arithmetic_that_varies() -> None:
     assert not stable
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=4)
 @given(seed=st.integers(0, 10**6), formats=st.sampled_from(FORMATS))
 def test_any_batching_and_chunking_gives_the_same_bits(
-    dtype: ComputeDtype, seed: int, formats: tuple[StoreFormat, StoreFormat]
+    dtype: ComputeDtype, device: Device, seed: int, formats: tuple[StoreFormat, StoreFormat]
 ) -> None:
     """The prompt of `alone`, cut at random and batched with sequences of other lengths."""
     rng = random.Random(seed)
-    wanted = alone(dtype, formats)
-    rig = Rig(model(dtype, formats), num_pages=64, seed=seed)
+    wanted = alone(dtype, formats, device)
+    rig = Rig(model(dtype, formats, device), num_pages=64, seed=seed)
     sequence = rig.start(prompt(0))
     others = [rig.start(prompt(n + 1, rng.randint(1, 200))) for n in range(rng.randint(1, 5))]
     cuts = random_cuts(LENGTH - TAIL, rng, rng.choice([15, 40, 130])) + [1] * TAIL

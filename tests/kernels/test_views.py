@@ -35,7 +35,7 @@ def test_rows_are_found_through_the_page_table() -> None:
     assert torch.equal(got, wanted)
     assert torch.equal(read_rows(handle, sequences, rows, index), wanted)
     chosen = handle.select(torch.tensor([[6, -1], [5, 3]]))
-    got = read_selected(chosen, sequences)
+    got = read_selected(chosen, sequences, index)
     assert torch.equal(got[0, 0], base[2, 2])
     assert torch.equal(got[0, 1], base[5, 0]), "where none is chosen, the sequence's own row 0"
 
@@ -81,7 +81,7 @@ def test_a_handle_dies_with_its_lease() -> None:
     cell.end()
     for use in (
         lambda: read_rows(paged, one, rows, index),
-        lambda: read_selected(chosen, one.unsqueeze(1)),
+        lambda: read_selected(chosen, one.unsqueeze(1), index),
         lambda: write_rows(opened, one, rows, torch.zeros(1, 2), index),
         lambda: read_rings(slots, one),
         lambda: read_ring_rows(slots, one, rows, index),

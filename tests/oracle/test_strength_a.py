@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from kvlease.kernels.models.deepseek_v4 import ModelOptions, load_model
-from tests.kernels.rig import Rig, random_cuts
+from kvlease.protocols.config import Device
+from tests.kernels.rig import DEVICES, Rig, random_cuts
 from tests.oracle.checkpoints import (
     SHAPES,
     Shape,
@@ -27,15 +28,18 @@ from tests.oracle.widened import widened_module
 TOLERANCE = 1e-9
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("index_heads", [1, 16])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_chunked_forward_equals_the_oracle(shape: Shape, index_heads: int, tmp_path: Path) -> None:
+def test_chunked_forward_equals_the_oracle(
+    shape: Shape, index_heads: int, device: Device, tmp_path: Path
+) -> None:
     """Chunks, single tokens and batches all give the oracle's logits at every cut."""
     config = make_config(shape, index_heads=index_heads)
     plain = make_model(config, seed=index_heads)
     save(plain, tmp_path)
     oracle = make_model(config, seed=index_heads, module=widened_module()).double()
-    options = ModelOptions("float64", page_tokens=shape.page_tokens)
+    options = ModelOptions("float64", page_tokens=shape.page_tokens, device=device)
     model = load_model(tmp_path, options)
     rng = random.Random(shape.name)
     rig = Rig(model)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvlease.kernels.models.deepseek_v4 import ModelOptions, load_model
-from tests.kernels.rig import Rig, random_cuts
+from kvlease.protocols.config import Device
+from tests.kernels.rig import DEVICES, Rig, random_cuts
 from tests.oracle.checkpoints import (
     SHAPES,
     Shape,
@@ -25,14 +26,17 @@ TOLERANCE = 1e-4
 PROMPTS = 3
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_logits_equal_the_unmodified_oracle(shape: Shape, exact: bool, tmp_path: Path) -> None:
+def test_logits_equal_the_unmodified_oracle(
+    shape: Shape, exact: bool, device: Device, tmp_path: Path
+) -> None:
     """Every chunk end before the first near tie agrees; near ties are few."""
     config = make_config(shape, index_heads=16)
     oracle = make_model(config, seed=5)
     save(oracle, tmp_path)
-    options = ModelOptions("float32", page_tokens=shape.page_tokens, exact=exact)
+    options = ModelOptions("float32", page_tokens=shape.page_tokens, exact=exact, device=device)
     rig = Rig(load_model(tmp_path, options))
     rng = random.Random(shape.name)
     compared, excluded = 0, 0

@@ -19,6 +19,7 @@ from kvlease.kernels.models.step_context import AttentionContext
 from kvlease.kernels.models.weights import AttentionWeights
 from kvlease.kernels.models.window_block import Window
 from kvlease.kernels.norms import rms_norm, rms_normalize
+from kvlease.kernels.placing import place
 from kvlease.kernels.projection import project_output
 from kvlease.kernels.rope import Rotation, rotate_trailing_
 from kvlease.kernels.step_plan import RowGroup, StepPlan
@@ -141,12 +142,13 @@ def _rows_per_block(nbytes_per_row: int, plan: StepPlan) -> int:
 def _chosen_block(chosen: _Chosen, low: int, high: int, ctx: AttentionContext) -> KeyBlock:
     plan = ctx.plan
     numbers = chosen.numbers[low:high]
-    stored = read_selected(chosen.rows.select(numbers), plan.sequence_column[low:high])
+    selected = chosen.rows.select(numbers)
+    stored = read_selected(selected, plan.sequence_column[low:high], plan.index)
     keys = decode_rows(stored, chosen.format, ctx.wide)
     visible = plan.visible(ctx.config.sparse_ratio)
     if visible.blind is not None:
         mine = visible.blind[(visible.blind >= low) & (visible.blind < high)] - low
-        keys.index_fill_(0, mine, 0.0)
+        keys.index_fill_(0, place(mine, plan.device), 0.0)
     return KeyBlock(keys, None if visible.least >= numbers.shape[1] else numbers >= 0)
 
 
@@ -167,7 +169,9 @@ def _choose(
     queries = rotate_trailing_(queries, step.turn)
     scale = (config.index_heads * config.index_dim) ** -0.5
     head_weights = parts[6].to(ctx.wide) * scale
-    result = torch.empty((plan.num_padded, config.index_topk), dtype=torch.int64)
+    result = torch.empty(
+        (plan.num_padded, config.index_topk), dtype=torch.int64, device=plan.device
+    )
     for group in plan.visible(config.sparse_ratio).groups:
         keys = _index_keys(view.index_k, group, index_k.format, ctx)
         if group.whole:

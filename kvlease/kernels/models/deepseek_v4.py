@@ -19,6 +19,7 @@ from kvlease.kernels.models.step_run import StepRun, TokensDrawn
 from kvlease.kernels.models.weights import ModelWeights, build_weights
 from kvlease.kernels.selftest import require_row_invariance
 from kvlease.kernels.tiling import EXACT, FAST, Tiling
+from kvlease.protocols.config import Device
 from kvlease.protocols.geometries import ComputeDtype, StoreFormat, deepseek_v4_schema
 from kvlease.protocols.ownership import StepLease
 from kvlease.protocols.ports import StepInput, Stream
@@ -33,13 +34,14 @@ _DTYPES: dict[ComputeDtype, torch.dtype] = {
 
 @frozen
 class ModelOptions:
-    """How to run a model: dtype, cached row formats, page size in tokens, exactness."""
+    """How to run a model: dtype, cached row formats, page size in tokens, exactness, device."""
 
     dtype: ComputeDtype = "float32"
     kv_format: StoreFormat = "same"
     index_k_format: StoreFormat = "same"
     page_tokens: int = 256
     exact: bool = True
+    device: Device = "cpu"
 
 
 @final
@@ -53,6 +55,7 @@ class DeepseekV4:
         self.config = config
         self.tiling: Tiling = EXACT if options.exact else FAST
         self._weights = weights
+        self.device = options.device
         self._dtype = _DTYPES[options.dtype]
         self._fingerprint = fingerprint
         self._schema = deepseek_v4_schema(
@@ -63,7 +66,8 @@ class DeepseekV4:
             options.index_k_format,
         )
         if options.exact:
-            require_row_invariance(self._dtype)
+            width = config.hidden * config.streams
+            require_row_invariance(self._dtype, weights.embed.device, width)
 
     @property
     def schema(self) -> Schema:
@@ -131,12 +135,12 @@ def load_model(folder: Path | None, options: ModelOptions, seed: int = 0) -> Dee
         ModelLoadError: the checkpoint cannot be used; the sentence names file and key or tensor.
         ConfigError: the page size does not fit, or exactness cannot be had on this machine.
     """
-    dtype = _DTYPES[options.dtype]
+    dtype, device = _DTYPES[options.dtype], torch.device(options.device)
     if folder is None:
         source = RandomTensors(EMBEDDED_CONFIG, seed)
-        weights = build_weights(EMBEDDED_CONFIG, source, dtype)
+        weights = build_weights(EMBEDDED_CONFIG, source, dtype, device)
         return DeepseekV4(EMBEDDED_CONFIG, weights, source.fingerprint(), options)
     config = read_config(folder)
     with Checkpoint(folder, config) as checkpoint:
-        weights = build_weights(config, checkpoint, dtype)
+        weights = build_weights(config, checkpoint, dtype, device)
         return DeepseekV4(config, weights, checkpoint.fingerprint(), options)

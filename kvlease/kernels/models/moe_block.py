@@ -29,7 +29,7 @@ def mix(
             hidden, _with_shared(routing), weights.experts, config.swiglu_limit, tiling
         )
     routed = mix_experts(hidden, routing, weights.experts, config.swiglu_limit, tiling)
-    everyone = torch.ones((len(hidden), 1), dtype=scores.dtype)
+    everyone = scores.new_ones((len(hidden), 1))
     shared = Routing(everyone, everyone.bool())
     return routed + mix_experts(hidden, shared, weights.shared, config.swiglu_limit, tiling)
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from kvlease.kernels.models.config import V4Config
 from kvlease.kernels.norms import accumulate_dtype
+from kvlease.kernels.placing import place
 from kvlease.kernels.rope import Rotation, inverse_frequencies, rotation
 from kvlease.kernels.step_plan import StepPlan
 
@@ -17,8 +18,8 @@ class StepRotations:
         """No angle is computed before it is asked for."""
         self._plan = plan
         self._frequencies = {
-            False: inverse_frequencies(config.main_rope, wide),
-            True: inverse_frequencies(config.compress_rope, wide),
+            False: inverse_frequencies(config.main_rope, wide, plan.device),
+            True: inverse_frequencies(config.compress_rope, wide, plan.device),
         }
         self._rows: dict[bool, tuple[Rotation, Rotation]] = {}
         self._closings: dict[int, Rotation] = {}
@@ -33,7 +34,8 @@ class StepRotations:
     def closings(self, ratio: int, groups: Tensor) -> Rotation:
         """Return the rotation of the groups that close in this step, at their first positions."""
         if ratio not in self._closings:
-            self._closings[ratio] = rotation(groups * ratio, self._frequencies[True])
+            firsts = place(groups * ratio, self._plan.device)
+            self._closings[ratio] = rotation(firsts, self._frequencies[True])
         return self._closings[ratio]
 
 

@@ -3,7 +3,8 @@
 Every method runs on the stream's worker, in order; none knows how the leases were resolved.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import final
 
 import torch
@@ -18,10 +19,12 @@ from kvlease.kernels.models.moe_block import mix
 from kvlease.kernels.models.step_context import AttentionContext, StepRotations
 from kvlease.kernels.models.weights import ModelWeights
 from kvlease.kernels.norms import accumulate_dtype, rms_norm
+from kvlease.kernels.placing import place
 from kvlease.kernels.sampling import sample_tokens
+from kvlease.kernels.sampling_device import PendingDraw
 from kvlease.kernels.step_plan import StepPlan
 from kvlease.kernels.tiling import Tiling, pad_rows
-from kvlease.protocols.ports import SampledToken, StepInput
+from kvlease.protocols.ports import SampledToken, Sampling, StepInput
 from kvlease.protocols.schema import AnyLayer
 
 
@@ -29,17 +32,26 @@ from kvlease.protocols.schema import AnyLayer
 class TokensDrawn:
     """A `StepResult`: what the step drew, once the stream's work is done."""
 
-    __slots__ = ("_tokens", "logits")
+    __slots__ = ("_asked", "_collect", "_tokens", "logits")
 
     def __init__(self) -> None:
         """Empty until the step's last launch has run."""
+        self._collect: Callable[[], list[SampledToken]] | None = None
+        self._asked: Sequence[bool] = ()
         self._tokens: list[list[SampledToken]] | None = None
         self.logits: Tensor | None = None
 
-    def fill(self, tokens: list[list[SampledToken]], logits: Tensor | None) -> None:
-        """Leave the result; called once, on the stream's worker."""
-        self._tokens = tokens
-        self.logits = logits
+    def fill(
+        self,
+        collect: Callable[[], list[SampledToken]],
+        asked: Sequence[bool],
+        logits: Tensor | None,
+    ) -> None:
+        """Leave the result; called once, on the stream's worker.
+
+        ``collect`` returns the tokens of the sequences that asked for one, in order.
+        """
+        self._collect, self._asked, self.logits = collect, asked, logits
 
     def tokens(self) -> Sequence[Sequence[SampledToken]]:
         """Return per sequence the tokens drawn.
@@ -48,8 +60,21 @@ class TokensDrawn:
             UsageError: the step's work has not ended; wait for its completion first.
         """
         if self._tokens is None:
-            raise UsageError("the step is still running; wait for its completion first")
+            if self._collect is None:
+                raise UsageError("the step is still running; wait for its completion first")
+            drawn = iter(self._collect())
+            self._tokens = [[next(drawn)] if asked else [] for asked in self._asked]
         return self._tokens
+
+
+def _launch_draw(
+    logits: Tensor, how: Sequence[Sampling], places: Sequence[int], *, digests: bool
+) -> Callable[[], list[SampledToken]]:
+    """Draw at once on the CPU, in the stream's order on a device; return how to read the tokens."""
+    if logits.device.type == "cpu":
+        drawn = sample_tokens(logits, how, places, digests=digests)
+        return lambda: drawn
+    return PendingDraw(logits, how, places, digests=digests).collect
 
 
 @final
@@ -79,7 +104,10 @@ class StepRun:
         """Lay out the rows and embed their tokens into all residual streams."""
         sequences = self._inputs.sequences
         plan = StepPlan(
-            [part.start for part in sequences], [part.tokens for part in sequences], self._tiling
+            [part.start for part in sequences],
+            [part.tokens for part in sequences],
+            self._tiling,
+            self._weights.embed.device,
         )
         rotations = StepRotations(self._config, plan, accumulate_dtype(self._dtype))
         self._context = AttentionContext(self._config, plan, rotations, self._dtype)
@@ -94,30 +122,28 @@ class StepRun:
         entered, mixing = enter_block(streams, weights.attn_mixer, config.mixer, tiling)
         hidden = rms_norm(entered, weights.attn_norm, config.norm_eps)
         output = attend(hidden, weights.attention, layer, view, ctx)
-        streams = leave_block(streams, output, mixing)
+        streams = leave_block(streams, output, mixing, tiling)
         entered, mixing = enter_block(streams, weights.ffn_mixer, config.mixer, tiling)
         hidden = rms_norm(entered, weights.ffn_norm, config.norm_eps)
         output = mix(hidden, ctx.plan.tokens, weights.moe, config, tiling)
-        self._streams = leave_block(streams, output, mixing)
+        self._streams = leave_block(streams, output, mixing, tiling)
 
     @torch.inference_mode()
     def finish(self) -> None:
         """Compute logits of the rows asked for, draw tokens, and drop the hidden state."""
         ctx, streams = self._state()
         sequences = self._inputs.sequences
-        asked = [b for b, part in enumerate(sequences) if part.sample is not None]
-        tokens: list[list[SampledToken]] = [[] for _ in sequences]
+        asked = [part.sample is not None for part in sequences]
+        collect: Callable[[], list[SampledToken]] = list[SampledToken]
         logits: Tensor | None = None
-        if asked:
-            rows = torch.from_numpy(ctx.plan.last_rows[asked])
+        if any(asked):
+            rows = place(torch.from_numpy(ctx.plan.last_rows[asked]), ctx.plan.device)
             logits = self._logits(streams.index_select(0, rows))
             how = [s for part in sequences if (s := part.sample) is not None]
-            places = [sequences[b].start + len(sequences[b].tokens) for b in asked]
-            drawn = sample_tokens(logits, how, places, digests=self._inputs.digests)
-            for b, token in zip(asked, drawn, strict=True):
-                tokens[b].append(token)
+            places = [part.start + len(part.tokens) for part in compress(sequences, asked)]
+            collect = _launch_draw(logits, how, places, digests=self._inputs.digests)
         self._streams = self._context = None
-        self.result.fill(tokens, logits)
+        self.result.fill(collect, asked, logits)
 
     def _logits(self, streams: Tensor) -> Tensor:
         """Return logits [S, V] of streams [S, streams, hidden], in the accumulating dtype."""

@@ -13,6 +13,7 @@ from kvlease.kernels.mhc import MixerWeights
 from kvlease.kernels.models.config import V4Config
 from kvlease.kernels.moe import DENSE_EXPERTS, ExpertWeights
 from kvlease.kernels.norms import accumulate_dtype
+from kvlease.kernels.placing import CPU
 
 
 class TensorSource(Protocol):
@@ -87,12 +88,14 @@ class ModelWeights:
     head: Tensor
 
 
-def build_weights(config: V4Config, source: TensorSource, dtype: torch.dtype) -> ModelWeights:
-    """Return the weights of a model, converted and joined.
+def build_weights(
+    config: V4Config, source: TensorSource, dtype: torch.dtype, device: torch.device = CPU
+) -> ModelWeights:
+    """Return the weights of a model, converted and joined, on the device.
 
     Ownership: takes tensors one at a time from the source and keeps its own copies.
     """
-    builder = _Builder(config, source, dtype)
+    builder = _Builder(config, source, dtype, device)
     embed = builder.matrix("embed.weight")
     return ModelWeights(
         embed=embed,
@@ -104,21 +107,27 @@ def build_weights(config: V4Config, source: TensorSource, dtype: torch.dtype) ->
 
 
 class _Builder:
-    def __init__(self, config: V4Config, source: TensorSource, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: V4Config, source: TensorSource, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._config = config
         self._source = source
+        self._device = device
         self._dtype = dtype
         self._wide = accumulate_dtype(dtype)
 
     def matrix(self, *names: str) -> Tensor:
-        parts = [self._source.tensor(name).to(self._dtype) for name in names]
-        return torch.cat(parts).clone()  # a fresh allocation, aligned like every other
+        # a fresh allocation, aligned like every other
+        return torch.cat([self._get(name, self._dtype) for name in names]).clone()
 
     def vector(self, name: str) -> Tensor:
-        return self._source.tensor(name).to(self._wide).clone()
+        return self._get(name, self._wide).clone()
+
+    def _get(self, name: str, dtype: torch.dtype) -> Tensor:
+        return self._source.tensor(name).to(device=self._device, dtype=dtype)
 
     def mixer(self, prefix: str, spread: tuple[int, ...]) -> MixerWeights:
-        counts = torch.tensor(spread)
+        counts = torch.tensor(spread, device=self._device)
         projection, scale, base = (
             self.vector(f"{prefix}_{part}") for part in ("fn", "scale", "base")
         )
@@ -178,21 +187,18 @@ class _Builder:
         is_hash = config.mlp_kinds[number] == "hash"
         routed = [f"{prefix}.experts.{expert}" for expert in range(config.num_experts)]
         shared = f"{prefix}.shared_experts"
-        joined = config.num_experts + 1 <= DENSE_EXPERTS
+        # one list of experts is one product of groups on a device
+        joined = config.num_experts + 1 <= DENSE_EXPERTS or self._device.type != "cpu"
         return MoeWeights(
-            router=self._source.tensor(f"{prefix}.gate.weight").to(self._wide).clone(),
+            router=self.vector(f"{prefix}.gate.weight"),
             bias=None if is_hash else self.vector(f"{prefix}.gate.bias"),
-            table=(
-                self._source.tensor(f"{prefix}.gate.tid2eid").to(torch.int64).clone()
-                if is_hash
-                else None
-            ),
+            table=self._get(f"{prefix}.gate.tid2eid", torch.int64).clone() if is_hash else None,
             experts=self._experts([*routed, shared] if joined else routed),
             shared=None if joined else self._experts([shared]),
         )
 
     def _experts(self, prefixes: list[str]) -> ExpertWeights:
-        down = [self._source.tensor(f"{p}.w2.weight").to(self._dtype) for p in prefixes]
+        down = [self._get(f"{p}.w2.weight", self._dtype) for p in prefixes]
         return ExpertWeights(
             gate=self.matrix(*(f"{p}.w1.weight" for p in prefixes)),
             up=self.matrix(*(f"{p}.w3.weight" for p in prefixes)),
