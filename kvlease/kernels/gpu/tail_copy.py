@@ -1,11 +1,13 @@
-"""Moving kept tails between the rings of running sequences and records, a launch for many pieces.
+"""Moving kept tails between the rings of running sequences and records, all pieces in one launch.
 
 A kept tail's record holds, per piece, the rows of positions boundary - kept_rows .. boundary - 1 in
 order; in a ring position p lies at row p % ring_rows. Rows of positions below 0 do not exist: they
-are kept as zeros, and not brought back.
+are kept as zeros, and not brought back. Records may lie in pinned host memory: a tail is a few
+megabytes and comes once a load, so the kernel reads it across the link by itself.
 """
 
 # pyright: basic, reportMissingImports=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportArgumentType=false
 # Triton's language has no types: what a kernel does with them is checked by its tests.
 
 from collections.abc import Sequence
@@ -19,38 +21,39 @@ from torch import Tensor
 
 TILE = 2048
 NUM_WARPS = 8
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+_COLUMNS = tl.constexpr(9)
 
 
-@triton.jit(do_not_specialize=["count", "tiles_per_record", "record_words"])
+@triton.jit(do_not_specialize=["first", "count", "num_tiles"])
 def _move_rows(
     table_ptr,
     numbers_ptr,
-    records_ptr,
+    first,
     count,
-    tiles_per_record,
-    record_words,
+    num_tiles,
     to_records: tl.constexpr,
+    dtype: tl.constexpr,
     tile: tl.constexpr,
 ):
-    number = tl.program_id(0) // tiles_per_record
-    line = table_ptr + (tl.program_id(0) - number * tiles_per_record) * 8
+    number = tl.program_id(0) // num_tiles
+    line = table_ptr + (first + tl.program_id(0) - number * num_tiles) * _COLUMNS
     slot = tl.load(numbers_ptr + number)
-    record = tl.load(numbers_ptr + count + number)
+    tail = tl.load(numbers_ptr + count + number)
     boundary = tl.load(numbers_ptr + 2 * count + number)
-    ring = (tl.load(line) + slot * tl.load(line + 1)).to(records_ptr.dtype, bitcast=True)
+    ring = (tl.load(line) + slot * tl.load(line + 1)).to(tl.pointer_type(dtype), bitcast=True)
     row_stride = tl.load(line + 2)
     ring_rows = tl.load(line + 3)
     kept_rows = tl.load(line + 4)
     row_words = tl.load(line + 5)
-    offset = tl.load(line + 6)
-    word = tl.load(line + 7) + tl.arange(0, tile)
+    record = tl.load(line + 6) + tail * tl.load(line + 7)
+    word = tl.load(line + 8) + tl.arange(0, tile)
     row = word // row_words
     position = boundary - kept_rows + row
     inside = word < kept_rows * row_words
     exists = inside & (position >= 0)
     in_ring = ring + (position % ring_rows) * row_stride + (word - row * row_words)
-    in_record = records_ptr + record * record_words + offset + word
+    in_record = record.to(tl.pointer_type(dtype), bitcast=True) + word
     if to_records:
         tl.store(in_record, tl.load(in_ring, mask=exists, other=0), mask=inside)
     else:
@@ -71,54 +74,73 @@ class TailPiece:
 
 
 class TailTable:
-    """The tiles of one group's kept rows, on the device.
+    """The tiles of all kept rows of one tier, on the device, group by group.
 
-    Ownership: borrows the rings for as long as it lives.
+    Ownership: borrows rings and records for as long as it lives.
     """
 
-    def __init__(self, pieces: Sequence[TailPiece], nbytes: int) -> None:
-        """Lay out the tiles; ``nbytes`` is of a record."""
-        sizes = [nbytes]
-        for piece in pieces:
-            size = piece.rings.itemsize
-            strides = [size * piece.rings.stride(axis) for axis in (0, 1)]
-            sizes += [piece.rings.data_ptr(), *strides, piece.offset, piece.kept_width * size]
-        width = gcd(8, *sizes)
-        self.word = _WORDS[width]
-        self.record_words = nbytes // width
+    def __init__(self, groups: Sequence[tuple[Tensor, Sequence[TailPiece]]]) -> None:
+        """Lay out the tiles; per group its records [num_tails, nbytes] uint8 and its pieces."""
+        width = gcd(8, *(n for records, pieces in groups for n in _numbers(records, pieces)))
+        self.dtype = _WORDS[width]
         lines: list[tuple[int, ...]] = []
-        for piece in pieces:
-            size = piece.rings.itemsize
-            row_words = piece.kept_width * size // width
-            facts = (
-                piece.rings.data_ptr(),
-                piece.rings.stride(0) * size,
-                piece.rings.stride(1) * size // width,
-                piece.rings.shape[1],
-                piece.kept_rows,
-                row_words,
-                piece.offset // width,
-            )
-            lines.extend((*facts, at) for at in range(0, piece.kept_rows * row_words, TILE))
-        self.num_tiles = len(lines)
-        self.lines = torch.tensor(lines, dtype=torch.int64).to(pieces[0].rings.device)
+        self.edges = [0]
+        """Group g's tiles are edges[g] to edges[g + 1] - 1."""
+        for records, pieces in groups:
+            for piece in pieces:
+                lines.extend(_tiles(records, piece, width))
+            self.edges.append(len(lines))
+        self.lines = torch.tensor(lines, dtype=torch.int64).to(groups[0][1][0].rings.device)
 
 
-def move_tails(table: TailTable, numbers: Tensor, records: Tensor, *, to_records: bool) -> None:
-    """Move kept rows between rings and records on the current stream.
+def _numbers(records: Tensor, pieces: Sequence[TailPiece]) -> list[int]:
+    """Everything that a word's width must divide."""
+    numbers = [records.data_ptr(), records.stride(0)]
+    for piece in pieces:
+        size = piece.rings.itemsize
+        numbers += [piece.rings.data_ptr(), piece.offset, piece.kept_width * size]
+        numbers += [size * piece.rings.stride(axis) for axis in (0, 1)]
+    return numbers
 
-    Shapes: numbers [3, K] int64 on the device, one stretch: ring slot, record, boundary in tokens
-    (one column each tail); records [..., nbytes] uint8, one stretch, on the device.
+
+def _tiles(records: Tensor, piece: TailPiece, width: int) -> list[tuple[int, ...]]:
+    size = piece.rings.itemsize
+    row_words = piece.kept_width * size // width
+    facts = (
+        piece.rings.data_ptr(),
+        piece.rings.stride(0) * size,
+        piece.rings.stride(1) * size // width,
+        piece.rings.shape[1],
+        piece.kept_rows,
+        row_words,
+        records.data_ptr() + piece.offset,
+        records.stride(0),
+    )
+    return [(*facts, at) for at in range(0, piece.kept_rows * row_words, TILE)]
+
+
+def move_tails(
+    table: TailTable, numbers: Tensor, groups: tuple[int, int], *, to_records: bool
+) -> None:
+    """Move kept rows of groups[0] to groups[1] - 1 between rings and records.
+
+    Queued on the current stream.
+
+    Shapes: numbers [3, K] int64 on the device, one stretch: ring slot, tail, boundary in tokens
+    (one column for each tail).
     """
+    first, last = (table.edges[number] for number in groups)
+    if first == last:
+        return
     count = numbers.shape[1]
-    _move_rows[(count * table.num_tiles,)](
+    _move_rows[(count * (last - first),)](
         table.lines,
         numbers,
-        records.view(table.word),
+        first,
         count,
-        table.num_tiles,
-        table.record_words,
+        last - first,
         to_records=to_records,
+        dtype=table.dtype,
         tile=TILE,
         num_warps=NUM_WARPS,
     )

@@ -37,13 +37,14 @@ def kept(piece: TailPiece, records: Tensor) -> Tensor:
 @pytest.mark.parametrize("boundaries", [[32], [3, 40, 64]], ids=["one", "one-short"])
 def test_tails_are_kept_and_brought_back(device: str, dtypes: int, boundaries: list[int]) -> None:
     pieces, nbytes = made_rings(device, dtypes)
-    table = TailTable(pieces, nbytes)
     slots, places = [2, 0, 3][: len(boundaries)], [4, 1, 0][: len(boundaries)]
     numbers = torch.tensor([slots, places, boundaries], device=device)
     records = torch.randint(0, 256, (6, nbytes), dtype=torch.uint8, device=device)
     old = records.clone()
+    none = records[:, :0]
+    table = TailTable([(records, pieces[:1]), (none, ()), (records, pieces[1:])])
 
-    move_tails(table, numbers, records, to_records=True)
+    move_tails(table, numbers, (0, 3), to_records=True)
 
     written = torch.zeros(6, nbytes, dtype=torch.bool, device=device)
     for piece in pieces:
@@ -60,7 +61,8 @@ def test_tails_are_kept_and_brought_back(device: str, dtypes: int, boundaries: l
     before = [piece.rings.clone() for piece in pieces]
     for piece in pieces:
         piece.rings.fill_(77)
-    move_tails(table, numbers, records, to_records=False)
+    for group in (2, 1, 0):
+        move_tails(table, numbers, (group, group + 1), to_records=False)
     for piece, rings in zip(pieces, before, strict=True):
         wanted = torch.full_like(rings, 77)
         for slot, boundary in zip(slots, boundaries, strict=True):

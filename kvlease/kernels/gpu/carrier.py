@@ -1,0 +1,179 @@
+"""What moves between one device and its host: pages and kept tails, a group of layers at a time.
+
+Made once, over the memory of both ends. A move is queued group by group on the worker of the stream
+that carries it, which is the current stream there; loads and stores have one worker each.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, final
+
+import numpy as np
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from kvlease.kernels.gpu.dma import copy_engine
+from kvlease.kernels.gpu.page_copy import RecordTable
+from kvlease.kernels.gpu.staging import Direction, GroupEnds, MovedPages, PageMover, StagingRing
+from kvlease.kernels.gpu.tail_copy import TailPiece, TailTable, move_tails
+
+PROGRAMS = 32
+"""Programs of a kernel that spreads or gathers records."""
+SLOT_NBYTES = 16 << 20
+NUM_SLOTS = 4
+
+
+@frozen
+class PageEnds:
+    """One group of layers' pages at both ends.
+
+    Attributes:
+        host: records [num_pages, nbytes] uint8, pinned.
+        pools: per piece its device memory [num_pages, ...] and where it begins in a record.
+    """
+
+    host: Tensor
+    pools: tuple[tuple[Tensor, int], ...]
+
+
+@frozen
+class TailEnds:
+    """One group of layers' kept tails at both ends, and the rings that they are kept from.
+
+    ``host`` and ``device`` are records [num_tails, nbytes] uint8; ``host`` is pinned.
+    """
+
+    host: Tensor
+    device: Tensor
+    pieces: tuple[TailPiece, ...]
+
+
+@final
+class PageMove:
+    """The pages of one transfer on their way; each group is queued once, by who asks first."""
+
+    __slots__ = ("_device", "_host", "_mover", "_pages", "_queued")
+
+    def __init__(self, mover: PageMover, host: Tensor, device: Tensor) -> None:
+        """Take page numbers at both ends, [n] int64 in host memory, in the same order."""
+        self._mover = mover
+        self._host = host
+        self._device = device
+        self._pages: MovedPages | None = None
+        self._queued: set[int] = set()
+
+    def queue(self, group: int) -> None:
+        """Queue a group's records on the current stream, unless that was done."""
+        if group in self._queued:
+            return
+        self._queued.add(group)
+        main = torch.cuda.current_stream()
+        if self._pages is None:
+            self._pages = MovedPages(self._host.numpy(), _uploaded(self._device, main))
+            self._mover.begin(main)
+        self._mover.move(group, self._pages, main)
+
+
+@final
+class ResumeMove:
+    """One kept tail on its way into a running sequence's rings."""
+
+    __slots__ = ("_numbers", "_on_device", "_queued", "_table")
+
+    def __init__(self, table: TailTable, numbers: Tensor) -> None:
+        """Take ring slot, tail and boundary, [3, 1] int64 in host memory."""
+        self._table = table
+        self._numbers = numbers
+        self._on_device: Tensor | None = None
+        self._queued: set[int] = set()
+
+    def queue(self, group: int) -> None:
+        """Queue a group's rows on the current stream, unless that was done."""
+        if group in self._queued:
+            return
+        self._queued.add(group)
+        if self._on_device is None:
+            self._on_device = _uploaded(self._numbers, torch.cuda.current_stream())
+        move_tails(self._table, self._on_device, (group, group + 1), to_records=False)
+
+
+@final
+class TailStoreMove:
+    """Kept tails on their way from the device to the host."""
+
+    __slots__ = ("_ends", "_from", "_queued", "_to")
+
+    def __init__(self, ends: Sequence[TailEnds], from_tails: Tensor, to_tails: Tensor) -> None:
+        """Take tail numbers at both ends, [n] int64 in host memory, in the same order."""
+        self._ends = ends
+        self._from = from_tails.numpy()
+        self._to = to_tails.numpy()
+        self._queued: set[int] = set()
+
+    def queue(self, group: int) -> None:
+        """Queue a group's records on the current stream, unless that was done."""
+        if group in self._queued:
+            return
+        self._queued.add(group)
+        ends, main = self._ends[group], torch.cuda.current_stream()
+        nbytes = ends.host.shape[1]
+        targets = (ends.host.data_ptr() + self._to * nbytes).astype(np.uint64)
+        sources = (ends.device.data_ptr() + self._from * nbytes).astype(np.uint64)
+        sizes = np.full(len(targets), nbytes, dtype=np.uint64)
+        engine = copy_engine(main.device_index)
+        engine.copy(targets, sources, sizes, (0, len(targets)), main)
+
+
+@final
+class Carrier:
+    """Moves whole groups between a device and its host, and tails between rings and records.
+
+    Ownership: borrows the memory of both ends; owns its staging rings.
+    """
+
+    def __init__(
+        self, pages: Sequence[PageEnds], tails: Sequence[TailEnds], device: torch.device
+    ) -> None:
+        """Lay out the tables and allocate the staging."""
+        ends = [
+            GroupEnds(group.host, RecordTable(group.pools, group.host.shape[1])) for group in pages
+        ]
+        self._movers: dict[Direction, PageMover] = {
+            direction: PageMover(
+                direction, ends, StagingRing(device, SLOT_NBYTES, NUM_SLOTS), PROGRAMS
+            )
+            for direction in ("load", "store")
+        }
+        self._tails = tuple(tails)
+        self._tables = {
+            "host": TailTable([(group.host, group.pieces) for group in tails]),
+            "device": TailTable([(group.device, group.pieces) for group in tails]),
+        }
+
+    def pages(self, direction: Direction, from_pages: Tensor, to_pages: Tensor) -> PageMove:
+        """Return the move of pages, numbers [n] int64 in host memory at each end."""
+        host, device = from_pages, to_pages
+        if direction == "store":
+            host, device = device, host
+        return PageMove(self._movers[direction], host, device)
+
+    def resume(
+        self, tier: Literal["device", "host"], tail: int, slot: int, boundary: int
+    ) -> ResumeMove:
+        """Return the move of a tier's kept tail into a ring slot."""
+        return ResumeMove(self._tables[tier], torch.tensor([[slot], [tail], [boundary]]))
+
+    def store_tails(self, from_tails: Tensor, to_tails: Tensor) -> TailStoreMove:
+        """Return the move of kept tails to the host, numbers [n] int64 in host memory."""
+        return TailStoreMove(self._tails, from_tails, to_tails)
+
+    def keep(self, slots: Tensor, tails: Tensor, boundaries: Tensor) -> None:
+        """Keep running sequences' state, [K] int64 in host memory each, on the current stream."""
+        numbers = torch.stack((slots, tails, boundaries))
+        on_device = _uploaded(numbers, torch.cuda.current_stream())
+        move_tails(self._tables["device"], on_device, (0, len(self._tails)), to_records=True)
+
+
+def _uploaded(numbers: Tensor, stream: torch.cuda.Stream) -> Tensor:
+    """Return numbers on the device, in the order of its current stream, which is ``stream``."""
+    return numbers.pin_memory().to(stream.device, non_blocking=True)

@@ -1,0 +1,45 @@
+"""Memory laid out in records: the components of some layers of one page, or of one tail, together.
+
+How they lie is `host_layout`'s decision; whoever knows only a component sees an ordinary tensor.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+
+from kvlease.protocols.host_layout import LayerGroup
+
+Allocate = Callable[[int], torch.Tensor]
+"""Returns so many bytes of memory, [n] uint8."""
+
+
+@final
+class Records:
+    """Per group [count, nbytes] bytes; a component of a layer is a view into its group."""
+
+    def __init__(self, groups: Sequence[LayerGroup], count: int, allocate: Allocate) -> None:
+        """Allocate all groups; contents are as the allocator leaves them."""
+        self.groups = tuple(groups)
+        self.memory = tuple(
+            allocate(count * group.nbytes).view(count, group.nbytes) for group in groups
+        )
+        self._places = {
+            (piece.layer, piece.component): (number, piece)
+            for number, group in enumerate(groups)
+            for piece in group.pieces
+        }
+
+    def group_of(self, layer: int, component: str) -> int:
+        """Return the number of the group that a component is in."""
+        return self._places[layer, component][0]
+
+    def component(
+        self, layer: int, component: str, dtype: torch.dtype, shape: tuple[int, int]
+    ) -> torch.Tensor:
+        """Borrow one component of all records, as [count, *shape] of a dtype."""
+        number, piece = self._places[layer, component]
+        rows = self.memory[number].view(dtype)
+        first = piece.offset // dtype.itemsize
+        values = shape[0] * shape[1]
+        return rows[:, first : first + values].view(len(rows), *shape)
