@@ -4,15 +4,23 @@ Orders are closures over tensors and index tensors; the runtime runs them on a s
 learns from each how many bytes it moved. The kinds differ only in which stores they join.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import cast
 
 import numpy as np
 import torch
 
 from kvlease.pools.prefix_node import CacheTier
-from kvlease.pools.storage import RingStore, SpanStore, TailStore, span_components, tail_components
+from kvlease.pools.storage import (
+    RingStore,
+    SpanStore,
+    TailStore,
+    on_device,
+    span_components,
+    tail_components,
+)
 from kvlease.protocols.ports import CopyOrder
 from kvlease.protocols.schema import Schema, TailComponent
 from kvlease.units import LayerId, TransferId
@@ -23,12 +31,39 @@ def index_tensor(numbers: Iterable[int]) -> torch.Tensor:
     return torch.from_numpy(np.fromiter(numbers, dtype=np.int64))
 
 
-def _copy_numbered(
-    source: torch.Tensor, source_ids: torch.Tensor, target: torch.Tensor, ids: torch.Tensor
+Mover = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], int]
+"""Copies rows source[from_ids] to target[to_ids], numbers [n] int64 in host memory; returns bytes.
+
+Called with source, from_ids, target, to_ids on the worker of the stream that carries the transfer.
+On a device the bytes are there when the stream has come so far; numbers and memory stay until then.
+"""
+
+
+def mover(source: torch.Tensor, target: torch.Tensor) -> Mover:
+    """Return how rows get from one memory to the other: the one place that asks where they lie."""
+    return _copy_runs if source.is_cuda or target.is_cuda else _copy_indexed
+
+
+def _copy_indexed(
+    source: torch.Tensor, from_ids: torch.Tensor, target: torch.Tensor, to_ids: torch.Tensor
 ) -> int:
-    rows = source.index_select(0, source_ids)
-    target.index_copy_(0, ids, rows)
+    rows = source.index_select(0, from_ids)
+    target.index_copy_(0, to_ids, rows)
     return rows.nbytes
+
+
+def _copy_runs(
+    source: torch.Tensor, from_ids: torch.Tensor, target: torch.Tensor, to_ids: torch.Tensor
+) -> int:
+    """Copy by the device's copy engine, one piece for each stretch of neighbours at both ends."""
+    here, there = from_ids.numpy(), to_ids.numpy()
+    cuts = np.flatnonzero((np.diff(here) != 1) | (np.diff(there) != 1)) + 1
+    bounds = [0, *cuts.tolist(), len(here)]
+    for first, end in pairwise(bounds):
+        begin, to = int(here[first]), int(there[first])
+        rows = source[begin : begin + end - first]
+        target[to : to + end - first].copy_(rows, non_blocking=True)
+    return len(here) * source[0].nbytes
 
 
 def span_orders(
@@ -58,7 +93,7 @@ def _numbered(
 ) -> CopyOrder:
     """Return the order that copies numbered pages or slots, [n] int64 at each end."""
     (source, target), (from_ids, to_ids) = ends, numbers
-    run = partial(_copy_numbered, source, from_ids, target, to_ids)
+    run = partial(mover(source, target), source, from_ids, target, to_ids)
     places = partial(_numbers, to_ids)
     memory = partial(_numbered_bytes, target, to_ids)
     tier: CacheTier = "host" if kind == "load" else "device"
@@ -85,37 +120,41 @@ def keep_tails(
     tail_slots: torch.Tensor,
     boundaries: torch.Tensor,
 ) -> None:
-    """Copy running sequences' state at page boundaries into kept tails, now.
+    """Copy running sequences' state at page boundaries into kept tails, in the stream's order.
 
     Runs on the compute stream right after the step that reached the boundaries, before the next
     step overwrites the rings. Kept row i holds position boundary - kept_rows + i; positions below
-    0 do not exist and are kept as zeros. Shapes: slots, tail_slots, boundaries (tokens) [K] int64.
+    0 do not exist and are kept as zeros. Shapes: slots, tail_slots, boundaries (tokens) [K] int64,
+    in host memory.
     """
     rings, tails = stores
+    device = rings.device
+    to_slots = on_device(tail_slots, device)
     places: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
     for layer, tail in tail_components(schema):
         if not tail.kept_rows:
             continue
         key = tail.ring_rows, tail.kept_rows
         if key not in places:
-            places[key] = _kept_places(tail, slots, boundaries)
+            places[key] = _kept_places(tail, slots, boundaries, device)
         flat, missing = places[key]
         ring = rings.ring(layer, tail.name).flatten(0, 1)
         rows = ring.index_select(0, flat)[:, : tail.kept_width]
         kept = rows.reshape(len(slots), tail.kept_rows, tail.kept_width)
         if missing is not None:
             kept = kept.masked_fill(missing, 0)
-        tails.kept(layer, tail.name).index_copy_(0, tail_slots, kept)
+        tails.kept(layer, tail.name).index_copy_(0, to_slots, kept)
 
 
 def _kept_places(
-    tail: TailComponent, slots: torch.Tensor, boundaries: torch.Tensor
+    tail: TailComponent, slots: torch.Tensor, boundaries: torch.Tensor, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Ring rows [K * kept_rows] of the kept positions, and which of them do not exist, if any."""
     positions = boundaries.unsqueeze(1) + torch.arange(-tail.kept_rows, 0, dtype=torch.int64)
     flat = (slots.unsqueeze(1) * tail.ring_rows + positions % tail.ring_rows).flatten()
     missing = (positions < 0).unsqueeze(2)
-    return flat, missing if bool(missing.any()) else None
+    some = on_device(missing, device) if bool(missing.any()) else None
+    return on_device(flat, device), some
 
 
 def _resumed_rows(tail: TailComponent, boundary: int) -> torch.Tensor:
@@ -124,8 +163,12 @@ def _resumed_rows(tail: TailComponent, boundary: int) -> torch.Tensor:
 
 
 def _resume(kept: torch.Tensor, ring: torch.Tensor, rows: torch.Tensor) -> int:
-    """Copy the kept rows that exist into their ring rows."""
-    ring[rows] = kept[len(kept) - len(rows) :]
+    """Copy the kept rows that exist into their ring rows, which go once around the ring's end."""
+    existing = kept[len(kept) - len(rows) :]
+    start = int(rows[0])
+    until_end = min(len(rows), len(ring) - start)
+    ring[start : start + until_end].copy_(existing[:until_end], non_blocking=True)
+    ring[: len(rows) - until_end].copy_(existing[until_end:], non_blocking=True)
     return kept.nbytes
 
 

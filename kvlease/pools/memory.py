@@ -14,6 +14,7 @@ from kvlease.pools.page_book import Blocker, PageBook
 from kvlease.pools.prefix_node import CacheTier, Released
 from kvlease.pools.storage import RingStore, SpanStore, TailStore
 from kvlease.pools.sums import SumBook
+from kvlease.protocols.config import Device
 from kvlease.protocols.event_base import EventSink
 from kvlease.protocols.event_pages import PageEvict
 from kvlease.protocols.schema import Schema
@@ -38,17 +39,29 @@ class Memory:
     a read before arrival or after reuse shows itself; meant for tests.
     """
 
-    def __init__(self, schema: Schema, sizes: PoolSizes, sink: EventSink, *, poison: bool) -> None:
-        """Allocate everything."""
+    def __init__(
+        self,
+        schema: Schema,
+        sizes: PoolSizes,
+        sink: EventSink,
+        *,
+        poison: bool,
+        where: Device = "cpu",
+    ) -> None:
+        """Allocate everything; raises ConfigError when there is not enough memory.
+
+        ``where`` the device's memory is. If that is a GPU, host memory is pinned.
+        """
+        pinned = where != "cpu"
         self.schema = schema
         self.sizes = sizes
         self._sink = sink
         self.poison = poison
-        self.spans = SpanStore(schema, sizes.device_pages)
-        self.host_spans = SpanStore(schema, sizes.host_pages)
-        self.tails = TailStore(schema, sizes.device_tails)
-        self.host_tails = TailStore(schema, sizes.host_tails)
-        self.rings = RingStore(schema, sizes.slots)
+        self.spans = SpanStore(schema, sizes.device_pages, where)
+        self.host_spans = SpanStore(schema, sizes.host_pages, pinned=pinned)
+        self.tails = TailStore(schema, sizes.device_tails, where)
+        self.host_tails = TailStore(schema, sizes.host_tails, pinned=pinned)
+        self.rings = RingStore(schema, sizes.slots, where)
         self.device = PageBook("device pages", sizes.device_pages, sink, "device")
         self.host = PageBook("host pages", sizes.host_pages, sink, "host")
         self.device_tail_slots = PageBook("device tails", sizes.device_tails)

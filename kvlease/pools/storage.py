@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from kvlease.errors import ConfigError
+from kvlease.pools.pinned import pinned_bytes
 from kvlease.protocols.schema import RowFormat, Schema, SpanComponent, TailComponent
 from kvlease.units import LayerId
 
@@ -33,8 +34,28 @@ def row_shape(fmt: RowFormat) -> tuple[torch.dtype, int]:
 
 
 def poison(rows: torch.Tensor) -> None:
-    """Fill rows with bytes that read as NaN, so that an early read cannot pass unseen."""
+    """Fill rows with bytes that read as NaN, so that an early read cannot pass unseen.
+
+    On a device the call waits for it: who is given the rows may write them on any stream.
+    """
     rows.view(torch.uint8).fill_(_POISON_BYTE)
+    _wait_for(rows)
+
+
+def _wait_for(rows: torch.Tensor) -> None:
+    if rows.is_cuda:
+        torch.cuda.current_stream(rows.device).synchronize()
+
+
+def on_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return numbers from host memory where a device's kernels read them, without waiting.
+
+    Ownership: the result is in the order of the calling worker's stream. The pinned copy in between
+    belongs to torch, which gives it out again only after the stream has read it (R13).
+    """
+    if device.type == "cpu":
+        return numbers
+    return numbers.pin_memory().to(device, non_blocking=True)
 
 
 def _allocate(
@@ -46,11 +67,14 @@ def _allocate(
             # nobody wrote reads the same in every run.
             zeros = np.zeros(math.prod(shape), f"i{dtype.itemsize}")
             return torch.from_numpy(zeros).view(dtype).view(shape)
-        return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
+        if pinned:
+            return pinned_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+        return torch.empty(shape, dtype=dtype, device=device)
     except (MemoryError, RuntimeError) as error:  # torch has no name of its own for this one
+        where = "the host, pinned," if pinned else device
         gb = math.prod(shape) * dtype.itemsize / 1e9
         raise ConfigError(
-            f"there is no memory for {gb:,.1f} GB of cache on {device}: give fewer device_pages or"
+            f"there is no memory for {gb:,.1f} GB of cache on {where}: give fewer device_pages or"
             " host_pages"
         ) from error
 
@@ -65,8 +89,10 @@ class SpanStore:
         """Allocate all pages; contents are undefined until written."""
         self.num_pages = num_pages
         self._rows: dict[tuple[LayerId, str], torch.Tensor] = {}
+        self._planes: dict[tuple[LayerId, str], tuple[int, ...]] = {}
         for layer in schema.layers:
             for span in layer.spans:
+                self._planes[layer.id, span.name] = span.format.planes
                 dtype, length = row_shape(span.format)
                 shape = (num_pages, schema.rows_per_page(span), length)
                 self._rows[layer.id, span.name] = _allocate(shape, dtype, device, pinned)
@@ -75,10 +101,15 @@ class SpanStore:
         """Borrow the rows of one component of one layer."""
         return self._rows[layer, component]
 
+    def planes(self, layer: LayerId, component: str) -> tuple[int, ...]:
+        """Return how a page lays out the parts of these rows: `RowFormat.planes`."""
+        return self._planes[layer, component]
+
     def poison_pages(self, pages: torch.Tensor) -> None:
-        """Fill whole pages with NaN bytes; pages [n] int64."""
+        """Fill whole pages with NaN bytes, as `poison` does; pages [n] int64."""
         for rows in self._rows.values():
-            rows.view(torch.uint8).index_fill_(0, pages, _POISON_BYTE)
+            rows.view(torch.uint8).index_fill_(0, pages.to(rows.device), _POISON_BYTE)
+            _wait_for(rows)
 
     def poison_all(self) -> None:
         """Fill the whole store with NaN bytes."""
@@ -97,6 +128,7 @@ class RingStore:
 
     def __init__(self, schema: Schema, num_slots: int, device: str = "cpu") -> None:
         """Allocate all slots; contents are undefined until written."""
+        self.device = torch.device(device)
         self._rings: dict[tuple[LayerId, str], torch.Tensor] = {}
         for layer_id, tail in tail_components(schema):
             dtype, width = row_shape(tail.format)

@@ -22,7 +22,7 @@ from kvlease.pools.prefix_node import Tail
 from kvlease.pools.prefix_results import Cursor, Match
 from kvlease.pools.step_views import SharedSource, StepSource, StepTables
 from kvlease.pools.transfers import Transfers
-from kvlease.protocols.config import Eviction
+from kvlease.protocols.config import Device, Eviction
 from kvlease.protocols.event_base import EventSink, Opening
 from kvlease.protocols.event_pages import (
     LeaseClose,
@@ -53,10 +53,11 @@ class UnifiedPool:
         poison: bool = False,
         observer: GateObserver | None = None,
         audit_rate: float = 0.0,
+        device: Device = "cpu",
     ) -> None:
-        """Allocate all memory at once; nothing is allocated later."""
+        """Allocate all memory at once; nothing is allocated later. Raises ConfigError."""
         self.schema = schema
-        self.memory = Memory(schema, sizes, sink, poison=poison)
+        self.memory = Memory(schema, sizes, sink, poison=poison, where=device)
         self.index = PrefixIndex(schema.page_tokens * 4, schema.needs_tail, eviction)
         self.transfers = Transfers(self.memory, self.index, sink, self._lease_id)
         self.audit: Audit | None = None

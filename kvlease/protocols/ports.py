@@ -201,7 +201,8 @@ class CopyOrder(msgspec.Struct, frozen=True):
     """One component of one layer of one transfer, ready to be copied.
 
     ``run`` moves the bytes and returns how many; it is called once, on the worker of the stream
-    that carries the transfer. Both ends stay leased until it has returned (R7).
+    that carries the transfer. A device's are only enqueued by then. Both ends stay leased until
+    they have been moved (R7).
 
     ``source`` is the tier that it reads: some of a load's copies stay within the device. The last
     two tell what it writes: ``places`` lists the pages, or the slots of sequence state, that it

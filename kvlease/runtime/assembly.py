@@ -35,6 +35,7 @@ from kvlease.runtime.actor import ActorEvent, ActorSpec, Inbox
 from kvlease.runtime.clock import MonotonicClock
 from kvlease.runtime.core import EngineCore
 from kvlease.runtime.counters import Counters
+from kvlease.runtime.cuda_streams import open_cuda_streams
 from kvlease.runtime.endings import end_request
 from kvlease.runtime.event_log import EventLog
 from kvlease.runtime.journal import GateJournal, TransferJournal
@@ -91,7 +92,7 @@ class EnginePorts:
     Attributes:
         copier: executes copy orders.
         clock: what deadlines and measurements go by.
-        streams: opens the three streams for the engine's block.
+        streams: opens the three streams for the engine's block; None for those of its device.
         inboxes: may put something between an actor and its mailbox.
         about: what stands behind them, for the head of the log.
         model_name: what to call a model that they wrap; None for its own name.
@@ -99,7 +100,7 @@ class EnginePorts:
 
     copier: Copier | None = None
     clock: Clock | None = None
-    streams: OpenStreams = open_cpu_streams
+    streams: OpenStreams | None = None
     inboxes: Inboxes = _own_mailbox
     about: dict[str, object] | None = None
     model_name: str | None = None
@@ -208,7 +209,8 @@ async def assemble(
     identity = CacheIdentity(
         runner.fingerprint, runner.schema.digest, tenant_salt=config.tenant_salt
     )
-    pool = UnifiedPool(
+    make_pool = partial(
+        UnifiedPool,
         runner.schema,
         pool_sizes(config, needs_tail=runner.schema.needs_tail),
         sink,
@@ -216,7 +218,10 @@ async def assemble(
         poison=config.poison,
         observer=GateJournal(sink, counters),
         audit_rate=config.audit_rate if config.prefix_cache else 0.0,
+        device=config.device,
     )
+    # Pinning takes a second for a few gigabytes; other memory costs nothing until it is used.
+    pool = make_pool() if config.device == "cpu" else await trio.to_thread.run_sync(make_pool)
     pool.spares_last_copies = config.write_policy == "back" and config.host_pages > 0
     core = EngineCore(
         config, runner, pool, sink, ports.clock or MonotonicClock(), identity, counters
@@ -272,7 +277,7 @@ async def run_services(assembly: Assembly) -> AsyncGenerator[None]:
         nursery.start_soon(assembly.log.run)
         try:
             async with (
-                assembly.ports.streams(assembly.core.stalls) as streams,
+                _open_streams(assembly) as streams,
                 open_supervisor(
                     strategy="one_for_one",
                     max_restarts=MAX_RESTARTS,
@@ -287,6 +292,12 @@ async def run_services(assembly: Assembly) -> AsyncGenerator[None]:
                     inside.cancel_scope.cancel()
         finally:
             nursery.cancel_scope.cancel()
+
+
+def _open_streams(assembly: Assembly) -> AbstractAsyncContextManager[EngineStreams]:
+    core = assembly.core
+    of_device = open_cpu_streams if core.config.device == "cpu" else open_cuda_streams
+    return (assembly.ports.streams or of_device)(core.stalls)
 
 
 async def _abandon_at_end(assembly: Assembly) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from attrs import frozen
 
-from kvlease.errors import ConfigError
 from kvlease.kernels.models.deepseek_v4 import ModelOptions, load_model
 from kvlease.kernels.models.null_model import NullModel
 from kvlease.pools.memory import PoolSizes
 from kvlease.protocols.config import EngineConfig
 from kvlease.protocols.ports import ModelRunner
+from kvlease.runtime.cuda_streams import require_cuda
 
 EMBEDDED_PAGE_TOKENS = 64
 PAGE_TOKENS = 256
@@ -32,10 +32,9 @@ def load(model: str | Path | ModelRunner | None, config: EngineConfig) -> Loaded
     A runner is taken as it is: its page size and dtypes are its own. Raises ModelLoadError or
     ConfigError in one sentence.
     """
+    require_cuda(config)
     if not (model is None or isinstance(model, str | Path)):
         return LoadedModel(model, type(model).__name__)
-    if config.device == "cuda":
-        raise ConfigError("device is cuda; this version runs on the CPU, so give device cpu")
     if config.compute == "none":
         return LoadedModel(NullModel(config.page_tokens or PAGE_TOKENS), "null")
     default = EMBEDDED_PAGE_TOKENS if model is None else PAGE_TOKENS
@@ -45,6 +44,7 @@ def load(model: str | Path | ModelRunner | None, config: EngineConfig) -> Loaded
         index_k_format=config.index_k_format,
         page_tokens=config.page_tokens or default,
         exact=config.exact,
+        device=config.device,
     )
     folder = None if model is None else Path(model)
     runner = load_model(folder, options, config.seed)
