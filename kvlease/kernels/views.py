@@ -130,7 +130,30 @@ def read_rows(handle: PagedRows, sequences: Tensor, rows: Tensor, index: RowInde
     base = cast("Tensor", handle._base)
     table = cast("Tensor", handle._table)
     flat = index.flat(table, sequences, rows, handle.rows_per_page, base.device)
-    return _take(base.flatten(0, 1), flat)
+    return _take_rows(handle, base, flat)
+
+
+def _take_rows(handle: PagedRows, base: Tensor, flat: Tensor) -> Tensor:
+    if not handle.planes:
+        return _take(base.flatten(0, 1), flat)
+    pages, offsets = _apart(flat, handle.rows_per_page)
+    return torch.cat([part[pages, offsets] for part in _parts(base, handle.planes)], dim=-1)
+
+
+def _apart(flat: Tensor, rows_per_page: int) -> tuple[Tensor, Tensor]:
+    """Return page and offset of each flat row address."""
+    return torch.div(flat, rows_per_page, rounding_mode="floor"), flat % rows_per_page
+
+
+def _parts(base: Tensor, planes: tuple[int, ...]) -> list[Tensor]:
+    """Return each part of all rows, [num_pages, rows_per_page, bytes], as views of the pool."""
+    num_rows = base.shape[1]
+    flat, parts, start = base.flatten(1), list[Tensor](), 0
+    for nbytes in planes:
+        end = start + num_rows * nbytes
+        parts.append(flat[:, start:end].unflatten(1, (num_rows, nbytes)))
+        start = end
+    return parts
 
 
 def read_pages(handle: PagedRows, sequences: Tensor, num_rows: int, index: RowIndex) -> Tensor:
@@ -149,6 +172,9 @@ def read_pages(handle: PagedRows, sequences: Tensor, num_rows: int, index: RowIn
     table = cast("Tensor", handle._table)
     num_pages = -(-num_rows // handle.rows_per_page)
     pages = index.pages(table, sequences, num_pages, base.device)
+    if handle.planes:
+        parts = [part.index_select(0, pages) for part in _parts(base, handle.planes)]
+        return torch.cat(parts, dim=-1).view(len(sequences), -1, *base.shape[2:])
     return base.index_select(0, pages).view(len(sequences), -1, *base.shape[2:])
 
 
@@ -172,7 +198,7 @@ def read_selected(selected: SelectedRows, sequences: Tensor, index: RowIndex) ->
     table = cast("Tensor", handle._table)
     rows = cast("Tensor", selected.chosen).clamp(min=0)
     table, sequences = (index.placed(numbers, base.device) for numbers in (table, sequences))
-    return _take(base.flatten(0, 1), _flat_rows(table, sequences, rows, handle.rows_per_page))
+    return _take_rows(handle, base, _flat_rows(table, sequences, rows, handle.rows_per_page))
 
 
 def write_rows(
@@ -199,7 +225,14 @@ def write_rows(
             " sealed pages never change"
         )
     flat = index.flat(table, sequences, rows, handle.rows_per_page, base.device)
-    base.view(-1, *base.shape[2:]).index_copy_(0, flat, stored)
+    if not handle.planes:
+        base.view(-1, *base.shape[2:]).index_copy_(0, flat, stored)
+        return
+    pages, offsets = _apart(flat, handle.rows_per_page)
+    start = 0
+    for part in _parts(base, handle.planes):
+        part[pages, offsets] = stored[:, start : start + part.shape[2]]
+        start += part.shape[2]
 
 
 def ring_rows(handle: SlotRows) -> int:

@@ -34,7 +34,7 @@ from kvlease.protocols.views import (
 from kvlease.units import LayerId
 
 Encoding = Literal["float64", "float32", "bfloat16", "fp8_latent", "fp8_index", "byte"]
-"""How one row lies in memory; the fp8 kinds carry their scales inside the row."""
+"""How one row lies in memory; the fp8 kinds carry their scales inside the row, or the page."""
 
 _PLAIN_NBYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "byte": 1}
 FP8_TILE = 64
@@ -67,6 +67,14 @@ class RowFormat:
         if self.encoding == "fp8_index":
             return self.width + 4
         return self.width * _PLAIN_NBYTES[self.encoding]
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """Bytes of a row's parts, where a page keeps each part of all its rows together; else ().
+
+        Index keys are read by whole pages, and their scales beside them would leave no key aligned.
+        """
+        return (self.width, 4) if self.encoding == "fp8_index" else ()
 
     @property
     def is_plain(self) -> bool:

@@ -34,17 +34,25 @@ class PagedRows:
     """Rows of one component of one layer, seen through the page tables of B sequences.
 
     Ownership: borrows the pool's memory for as long as its lease lives.
-    Shapes (fixed by the pool): base [num_pages, rows_per_page, *row]; table [B, P] page ids.
+    Shapes (fixed by the pool): base [num_pages, rows_per_page, *row]; table [B, P] page ids. With
+    ``planes`` (`RowFormat.planes`) a page holds each part of all its rows together.
     """
 
-    __slots__ = ("_base", "_cell", "_epoch", "_table", "component", "rows_per_page")
+    __slots__ = ("_base", "_cell", "_epoch", "_table", "component", "planes", "rows_per_page")
 
     def __init__(
-        self, component: str, base: object, table: object, cell: EpochCell, rows_per_page: int
+        self,
+        component: str,
+        base: object,
+        table: object,
+        cell: EpochCell,
+        rows_per_page: int,
+        planes: tuple[int, ...] = (),
     ) -> None:
         """Remember the cell's present epoch; called by pools only."""
         self.component = component
         self.rows_per_page = rows_per_page
+        self.planes = planes
         self._base = base
         self._table = table
         self._cell = cell
@@ -75,7 +83,9 @@ class OpenRows:
     (rows below it lie in sealed pages).
     """
 
-    __slots__ = ("_base", "_cell", "_epoch", "_floor", "_table", "component", "rows_per_page")
+    __slots__ = (
+        "_base", "_cell", "_epoch", "_floor", "_table", "component", "planes", "rows_per_page",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -85,10 +95,12 @@ class OpenRows:
         floor: object,
         cell: EpochCell,
         rows_per_page: int,
+        planes: tuple[int, ...] = (),
     ) -> None:
         """Remember the cell's present epoch; called by pools only."""
         self.component = component
         self.rows_per_page = rows_per_page
+        self.planes = planes
         self._base = base
         self._table = table
         self._floor = floor

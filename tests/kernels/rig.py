@@ -83,13 +83,13 @@ class _Source:
         self._table, self._slots, self._sealed = tables
 
     def paged(self, name: str) -> PagedRows:
-        base = self._rig.rows[self._layer, name]
-        return PagedRows(name, base, self._table, self._cell, base.shape[1])
+        base, planes = self._rig.rows[self._layer, name], self._rig.planes[self._layer, name]
+        return PagedRows(name, base, self._table, self._cell, base.shape[1], planes)
 
     def opened(self, name: str) -> OpenRows:
-        base = self._rig.rows[self._layer, name]
+        base, planes = self._rig.rows[self._layer, name], self._rig.planes[self._layer, name]
         floor = self._sealed * base.shape[1]
-        return OpenRows(name, base, self._table, floor, self._cell, base.shape[1])
+        return OpenRows(name, base, self._table, floor, self._cell, base.shape[1], planes)
 
     def ring(self, name: str) -> SlotRows:
         return SlotRows(name, self._rig.rings[self._layer, name], self._slots, self._cell)
@@ -106,11 +106,13 @@ class Rig:
         self.random = random.Random(seed)
         self.device = model.device
         self.rows: dict[tuple[LayerId, str], Tensor] = {}
+        self.planes: dict[tuple[LayerId, str], tuple[int, ...]] = {}
         self.rings: dict[tuple[LayerId, str], Tensor] = {}
         for layer in self.schema.layers:
             for span in layer.spans:
                 shape = (num_pages, self.schema.rows_per_page(span), storage_width(span.format))
                 self.rows[layer.id, span.name] = poisoned(shape, span.format, self.device)
+                self.planes[layer.id, span.name] = span.format.planes
             for tail in layer.tails:
                 ring = (num_slots, tail.ring_rows, storage_width(tail.format))
                 self.rings[layer.id, tail.name] = poisoned(ring, tail.format, self.device)

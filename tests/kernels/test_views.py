@@ -7,6 +7,7 @@ from torch import Tensor
 from kvlease.errors import LayoutMismatch, SealedPage, StaleEpoch
 from kvlease.kernels.views import (
     RowIndex,
+    read_pages,
     read_ring_rows,
     read_rings,
     read_rows,
@@ -54,6 +55,27 @@ def test_writes_land_in_open_pages_only() -> None:
         write_rows(handle, sequences, torch.tensor([3, 7]), torch.zeros(2, 2), index)
     with pytest.raises(LayoutMismatch, match="float64"):
         write_rows(handle, sequences, torch.tensor([4, 7]), torch.zeros(2, 2).double(), index)
+
+
+def test_parts_of_rows_lie_in_planes_of_their_page() -> None:
+    """Keys of a page one after another, then their scales: one wrong stride garbles every score."""
+    base = torch.full((6, ROWS, 5), 255, dtype=torch.uint8)
+    cell, index, planes = EpochCell(), RowIndex(), (3, 2)
+    opened = OpenRows("keys", base, TABLE, torch.zeros(2).long(), cell, ROWS, planes)
+    paged = PagedRows("keys", base, TABLE, cell, ROWS, planes)
+    stored = torch.arange(10, dtype=torch.uint8).view(2, 5)
+    sequences, rows = torch.tensor([0, 1]), torch.tensor([6, 1])
+    write_rows(opened, sequences, rows, stored, index)
+    page = base[2].flatten()
+    assert page[6:9].tolist() == [0, 1, 2], "the third row's values"
+    assert page[16:18].tolist() == [3, 4], "the third row's scale, behind all values"
+    assert int((base != 255).sum()) == 10, "nothing else is touched"
+    assert torch.equal(read_rows(paged, sequences, rows, index), stored)
+    chosen = paged.select(torch.tensor([[6], [1]]))
+    assert torch.equal(read_selected(chosen, sequences.unsqueeze(1), index)[:, 0], stored)
+    whole = read_pages(paged, sequences.unsqueeze(1), 2 * ROWS, index)
+    assert torch.equal(whole[0, 6], stored[0])
+    assert torch.equal(whole[1, 1], stored[1])
 
 
 def test_rings_are_addressed_by_slot_and_place() -> None:

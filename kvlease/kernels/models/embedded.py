@@ -40,12 +40,17 @@ EMBEDDED_CONFIG = V4Config(
 
 
 class RandomTensors:
-    """A `TensorSource` of reproducible random weights for any configuration."""
+    """A `TensorSource` of reproducible random weights for any configuration.
 
-    def __init__(self, config: V4Config, seed: int = 0) -> None:
+    They are drawn on ``device``, so that a model of many gigabytes takes seconds; another kind of
+    device draws other numbers.
+    """
+
+    def __init__(self, config: V4Config, seed: int = 0, device: str = "cpu") -> None:
         """Nothing is made before it is asked for."""
         self._config = config
         self._seed = seed
+        self._device = device
         self._shapes = dict(model_shapes(config))
         for number in range(len(config.layer_kinds)):
             self._shapes.update(
@@ -61,11 +66,12 @@ class RandomTensors:
         """Return one tensor in float32 (a routing table in int64), the same on every call."""
         shape = self._shapes[name]
         key = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=7).digest()
-        draw = torch.Generator().manual_seed(int.from_bytes(key, "little"))
+        draw = torch.Generator(self._device).manual_seed(int.from_bytes(key, "little"))
         if name.endswith(".tid2eid"):
-            order = torch.rand((shape[0], self._config.num_experts), generator=draw)
+            size = shape[0], self._config.num_experts
+            order = torch.rand(size, generator=draw, device=self._device)
             return order.argsort(dim=1)[:, : shape[1]].contiguous()
-        values = torch.randn(shape, generator=draw)
+        values = torch.randn(shape, generator=draw, device=self._device)
         if name.endswith("norm.weight"):
             return values.mul_(0.1).add_(1.0)
         if name == "embed.weight":
@@ -75,5 +81,5 @@ class RandomTensors:
 
     def fingerprint(self) -> str:
         """Return a hash of geometry and seed."""
-        about = f"{self._config!r} random {self._seed}"
+        about = f"{self._config!r} random {self._seed} {self._device}".removesuffix(" cpu")
         return hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
