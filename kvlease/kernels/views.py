@@ -151,7 +151,7 @@ def _parts(base: Tensor, planes: tuple[int, ...]) -> list[Tensor]:
     flat, parts, start = base.flatten(1), list[Tensor](), 0
     for nbytes in planes:
         end = start + num_rows * nbytes
-        parts.append(flat[:, start:end].unflatten(1, (num_rows, nbytes)))
+        parts.append(flat[:, start:end].view(len(base), num_rows, nbytes))
         start = end
     return parts
 
