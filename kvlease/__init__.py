@@ -10,25 +10,33 @@ from kvlease.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from kvlease.errors import BadInput as BadInput
+    from kvlease.errors import ConnectionLost as ConnectionLost
     from kvlease.errors import EngineFull as EngineFull
     from kvlease.errors import KVLeaseError as KVLeaseError
+    from kvlease.errors import Refused as Refused
     from kvlease.errors import RequestFailed as RequestFailed
     from kvlease.protocols.config import EngineConfig as EngineConfig
     from kvlease.protocols.config import SamplingParams as SamplingParams
     from kvlease.runtime.engine import Engine as Engine
     from kvlease.runtime.engine import open_engine as open_engine
     from kvlease.runtime.event_log import EventLog as EventLog
+    from kvlease.services.rpc.client import Client as Client
+    from kvlease.services.rpc.client import connect as connect
 
 
 _HOMES = {
     "BadInput": "kvlease.errors",
+    "Client": "kvlease.services.rpc.client",
+    "ConnectionLost": "kvlease.errors",
     "Engine": "kvlease.runtime.engine",
     "EngineConfig": "kvlease.protocols.config",
     "EngineFull": "kvlease.errors",
     "EventLog": "kvlease.runtime.event_log",
     "KVLeaseError": "kvlease.errors",
+    "Refused": "kvlease.errors",
     "RequestFailed": "kvlease.errors",
     "SamplingParams": "kvlease.protocols.config",
+    "connect": "kvlease.services.rpc.client",
     "open_engine": "kvlease.runtime.engine",
 }
 

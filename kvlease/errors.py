@@ -112,6 +112,25 @@ class RequestFailed(OperatingError):
     """A request ended without an answer; the sentence says why."""
 
 
+class Refused(OperatingError):
+    """A server did not take a call, or did not finish it.
+
+    Attributes:
+        code: one word, of those in docs/rpc.md; the same at every door.
+        retry_after_s: seconds after which trying again is sensible; None where it is not.
+    """
+
+    def __init__(self, code: str, message: str, retry_after_s: float | None = None) -> None:
+        """Keep code and advice beside the sentence."""
+        super().__init__(message)
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+class ConnectionLost(OperatingError):
+    """A connection broke under a call: whether the server carried it out cannot be known."""
+
+
 class InternalError(KVLeaseError):
     """An invariant is false; never restarted, never swallowed."""
 

@@ -43,6 +43,7 @@ from kvlease.protocols.event_pages import (
     PageReserve,
     PageSeal,
 )
+from kvlease.protocols.event_rpc import RpcCall, RpcClose, RpcDrain, RpcOpen, RpcRefused
 from kvlease.protocols.event_work import (
     Row,
     Stall,
@@ -95,6 +96,11 @@ __all__ = [
     "RequestPreempted",
     "RequestSubmitted",
     "Row",
+    "RpcCall",
+    "RpcClose",
+    "RpcDrain",
+    "RpcOpen",
+    "RpcRefused",
     "Stall",
     "StepDiscarded",
     "StepDone",
@@ -304,5 +310,6 @@ AnyEvent: TypeAlias = (
     | TransferFail | TransferRevoke | TransferLate
     | StepRead | StepDone | StepDiscarded
     | ActorStart | ActorStop | ActorDied | ActorRestart
+    | RpcOpen | RpcRefused | RpcCall | RpcClose | RpcDrain
 )  # fmt: skip
 """The union a reader decodes a line into."""

@@ -17,7 +17,7 @@ import attrs
 import numpy as np
 import trio
 
-from kvlease.errors import EngineFull, LedgerImbalance, PromptError, RequestFailed
+from kvlease.errors import EngineFull, KVLeaseError, LedgerImbalance, PromptError, RequestFailed
 from kvlease.protocols.config import EngineConfig, SamplingParams
 from kvlease.protocols.ownership import Lease, Shared
 from kvlease.protocols.ports import Completion, ModelRunner
@@ -75,6 +75,14 @@ class AnswerStream:
         if self.request.result is None:
             raise RequestFailed(f"request {self.request.id} has not ended; read its tokens first")
         return self.request.result
+
+    async def ended(self) -> KVLeaseError | None:
+        """Wait until the answer is complete; returns what ended it early, None if nothing did.
+
+        For those whose tokens go to a listener. Checkpoints: only if it waits.
+        """
+        await self.request.ended.wait()
+        return self.request.error
 
     async def drain(self) -> GenerateResult:
         """Read all tokens and return the result; raises as iteration does."""

@@ -23,7 +23,7 @@ from kvlease.protocols.events import (
 from kvlease.protocols.geometries import V4Geometry, deepseek_v4_schema
 
 EVENT_TYPES: tuple[type[Event], ...] = typing.get_args(AnyEvent)
-FAMILIES = {"log", "request", "page", "lease", "transfer", "step", "actor"}
+FAMILIES = {"log", "request", "page", "lease", "transfer", "step", "actor", "rpc"}
 
 
 def tag_of(event_type: type[Event]) -> str:
@@ -112,8 +112,8 @@ def test_two_events_never_share_an_empty_list() -> None:
 
 
 def test_an_unknown_event_is_refused_by_the_union() -> None:
-    with pytest.raises(msgspec.ValidationError, match=r"rpc\.call"):
-        msgspec.json.decode(b'{"event":"rpc.call"}', type=AnyEvent)
+    with pytest.raises(msgspec.ValidationError, match=r"rpc\.paid"):
+        msgspec.json.decode(b'{"event":"rpc.paid"}', type=AnyEvent)
 
 
 def test_usage_is_part_of_the_terminal_event() -> None:

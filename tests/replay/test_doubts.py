@@ -91,7 +91,7 @@ def test_faults_behind_a_gap_are_found_with_their_lines() -> None:
     assert verdict.cannot_tell
 
 
-@pytest.mark.parametrize("name", ["page.zeroed", "rpc.call"])
+@pytest.mark.parametrize("name", ["page.zeroed", "rpc.paid"])
 def test_unknown_types_are_counted(name: str) -> None:
     events = [msgspec.structs.replace(event) for event in WHOLE]
     events.insert(20, UnknownEvent(name=name))

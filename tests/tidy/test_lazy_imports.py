@@ -31,12 +31,13 @@ def run(code: str, unwanted: str = HEAVY) -> str:
     [
         "import kvlease; dir(kvlease); kvlease.EngineConfig; kvlease.EventLog",
         "import kvlease.protocols.events",
+        "import kvlease; kvlease.connect; kvlease.Client",
         "import contextlib\nwith contextlib.suppress(SystemExit):\n"
         "    from kvlease.services.cli import main; main(['--help'])",
         "import contextlib\nwith contextlib.suppress(SystemExit):\n"
         "    from kvlease.services.cli import main; main(['run', '--help'])",
     ],
-    ids=["package", "events", "help", "run help"],
+    ids=["package", "events", "client", "help", "run help"],
 )
 def test_no_torch_is_loaded(code: str) -> None:
     assert run(code) == "[]"

@@ -35,7 +35,7 @@ _STATEFUL = ("request.", "page.", "lease.", "transfer.", "step.")
 
 
 def _ignore(_event: ev.Event) -> None:
-    """What actors do, and that a request was called off, breaks no rule by itself."""
+    """What actors and doors do, and that a request was called off, breaks no rule by itself."""
 
 
 @final

@@ -1,0 +1,1 @@
+"""The RPC door and its client: MessagePack frames over TCP or Unix sockets (docs/rpc.md)."""

@@ -1,0 +1,1 @@
+"""What every door shares: tenants, limits, refusals, access log, draining, `kvlease serve`."""
