@@ -13,6 +13,7 @@ import torch
 
 from kvlease.errors import ConfigError
 from kvlease.protocols.config import EngineConfig
+from kvlease.runtime.cuda_spin import spinner
 from kvlease.runtime.cuda_stream import CudaStream
 from kvlease.runtime.cuda_waiter import CudaWaiter
 from kvlease.runtime.nurseries import open_flat_nursery
@@ -46,7 +47,7 @@ async def open_cuda_streams(observer: WaitObserver) -> AsyncGenerator[EngineStre
 
     Checkpoints: on entry and on exit. Raises what `CudaStream.run` and `CudaWaiter.run` raise.
     """
-    waiter = CudaWaiter(torch.cuda.Event)
+    waiter = CudaWaiter(torch.cuda.Event, spin=spinner())
     compute = _stream("compute", waiter, observer=observer)
     load = _stream("load", waiter, priority=COPY_PRIORITY)
     store = _stream("store", waiter, priority=COPY_PRIORITY)

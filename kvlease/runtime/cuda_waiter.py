@@ -1,13 +1,12 @@
 """Seeing on the host that devices have passed points: one thread for all streams of an engine.
 
-Asking is cheap and never waits; what costs is when to ask. The thread sleeps until shortly before
-a point is due, as told by the ones before it, then asks every few microseconds, within a budget of
-its own time. This module does not know what the work between the points is, nor whose device it is.
+Asking never waits; what costs is waking up to ask. The thread sleeps until shortly before a point
+is due, as told by the ones before it, and then watches closely, all within a share of one core.
+This module does not know what the work between the points is, nor whose device it is.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 import threading
 import time
@@ -20,16 +19,22 @@ import trio
 
 from kvlease.errors import DeadlineExceeded, InternalError, UsageError
 from kvlease.runtime.completions import CpuCompletion
-from kvlease.runtime.cuda_lane import Pace
+from kvlease.runtime.cuda_pace import LOOK_S, Pace
+from kvlease.runtime.cuda_spin import fine_timers
 
 Passed = Callable[[BaseException | None], None]
 """Called once on the waiter's thread: the device has passed a point, or has failed before it."""
 
 SHARE = 0.05
-"""Of a core, for looking closely; beyond it looks become rare."""
-SAVED_S = 2e-3
+"""Of a core, for looking; beyond it looks become rare."""
+SAVED_S = 5e-3
 """How much of the waiter's budget is kept for later."""
-_PR_SET_TIMERSLACK = 29
+POINT_S = 40e-6
+"""What the budget gains with each point that was passed: that much is spent on telling of it."""
+_SLEEP_S = 5e-6
+
+Spin = Callable[["DeviceEvent"], None]
+"""Waits a moment for an event, some tens of microseconds at most, and returns sooner if it may."""
 
 
 class DeviceEvent(Protocol):
@@ -79,6 +84,11 @@ class Point:
         """Ask the device; raises what it failed with."""
         return self._event is None or self._event.query()
 
+    def spin(self, spin: Spin) -> None:
+        """Watch it closely for a moment; on the waiter's thread."""
+        if self._event is not None:
+            spin(self._event)
+
     def end(self, error: BaseException | None) -> DeviceEvent | None:
         """Tell once that it was passed, or why not; return the event if it can be used again.
 
@@ -93,17 +103,30 @@ class Point:
         return None if error is not None else event
 
 
+def _short_sleep(_event: DeviceEvent) -> None:
+    time.sleep(_SLEEP_S)
+
+
 @final
 class Lane:
     """The points of one stream that were not seen passed yet; they are passed in order."""
 
-    def __init__(self, waiter: CudaWaiter) -> None:
+    def __init__(self, waiter: CudaWaiter, share: float) -> None:
         """Made by the waiter."""
         self._waiter = waiter
         self.points: deque[Point] = deque()
-        self.pace = Pace()
+        self.pace = Pace(share)
         self.num_watched = 0
         self.num_taken = 0
+
+    def next_look(self, now: float) -> tuple[float, Point | None]:
+        """Return how long to sleep before the next look, and the point that somebody waits for."""
+        if not self.points:
+            return math.inf, None
+        for ahead, point in enumerate(self.points):
+            if point.hurry:
+                return self.pace.next_look_s(now, ahead), point
+        return self.pace.rare_look_s(), None
 
     def record(self, passed: Passed, *, hurry: bool) -> Point:
         """Mark the place behind all that the calling worker's stream was given.
@@ -134,11 +157,13 @@ class CudaWaiter:
         self,
         new_event: Callable[[], DeviceEvent],
         *,
+        spin: Spin = _short_sleep,
         share: float = SHARE,
         close_timeout_s: float = 5.0,
     ) -> None:
-        """Prepare it; no thread before `run`. ``share`` is of one core, for looking closely."""
+        """Prepare it; no thread before `run`. ``share`` is of one core, for looking."""
         self._new_event = new_event
+        self._spin = spin
         self._share = share
         self._close_timeout_s = close_timeout_s
         self._events: deque[DeviceEvent] = deque()
@@ -155,7 +180,7 @@ class CudaWaiter:
 
     def lane(self) -> Lane:
         """Return a place for one more stream; before `run`."""
-        lane = Lane(self)
+        lane = Lane(self, self._share)
         self._lanes.append(lane)
         return lane
 
@@ -208,12 +233,15 @@ class CudaWaiter:
 
     def _work(self) -> None:
         try:
-            _fine_timers()
+            fine_timers()
             while True:
-                pause = self._look()
+                pause, point = self._look()
                 if pause == math.inf and self._closing.state.is_final:
                     break
-                self._sleep(pause)
+                if pause == 0.0 and point is not None and self._has_budget():
+                    point.spin(self._spin)
+                else:
+                    self._sleep(pause or LOOK_S / self._share)
         except BaseException as error:
             self._failure = error
             self._fail_all(error)
@@ -226,19 +254,23 @@ class CudaWaiter:
             while lane.points:
                 lane.points.popleft().end(error)
 
-    def _look(self) -> float:
-        """Tell of all points that were passed; return how long to sleep before the next look."""
-        return min((self._look_at(lane) for lane in self._lanes), default=math.inf)
+    def _look(self) -> tuple[float, Point | None]:
+        """Tell of all points that were passed; say how long to sleep, and what is due first."""
+        for lane in self._lanes:
+            if lane.points or lane.num_taken != lane.num_watched:
+                self._look_at(lane)
+        now = time.perf_counter()
+        looks = [lane.next_look(now) for lane in self._lanes if lane.points]
+        return min(looks, key=lambda look: look[0]) if looks else (math.inf, None)
 
-    def _look_at(self, lane: Lane) -> float:
+    def _look_at(self, lane: Lane) -> None:
         points, pace = lane.points, lane.pace
-        if lane.num_taken != lane.num_watched:
-            if points and len(points) <= lane.num_watched - lane.num_taken:
+        num_new = lane.num_watched - lane.num_taken
+        if num_new:
+            if points and len(points) <= num_new:
                 pace.began(points[0].recorded_at)  # the stream had none to pass before it
-            lane.num_taken = lane.num_watched
-        if not points:
-            return math.inf
-        passed: list[Point] = []
+            lane.num_taken += num_new
+        num_passed = 0
         error: BaseException | None = None
         while points and error is None:
             try:
@@ -246,25 +278,20 @@ class CudaWaiter:
                     break
             except Exception as failure:
                 error = failure
-            passed.append(points.popleft())
-            self._end(passed[-1], error)
-        now = time.perf_counter()
-        pace.looked(now, len(passed))
-        if not points:
-            return math.inf
-        ahead = next((n for n, point in enumerate(points) if point.hurry), None)
-        may_hurry = ahead is not None and self._has_budget(now)
-        return pace.next_look_s(now, ahead or 0, may_hurry=may_hurry)
+            self._end(points.popleft(), error)
+            num_passed += 1
+        pace.looked(time.perf_counter(), num_passed)
+        self._budget_s += POINT_S * num_passed
 
     def _end(self, point: Point, error: BaseException | None) -> None:
         event = point.end(error)
         if event is not None:
             self._events.append(event)
 
-    def _has_budget(self, now: float) -> bool:
-        """Whether looking closely is still within the waiter's share of a core."""
+    def _has_budget(self) -> bool:
+        """Whether watching closely is still within the waiter's share of a core."""
+        now, used = time.perf_counter(), time.thread_time()
         wall_before, used_before = self._clocks
-        used = time.thread_time()
         earned = (now - wall_before) * self._share - (used - used_before)
         self._budget_s = min(SAVED_S, self._budget_s + earned)
         self._clocks = now, used
@@ -282,10 +309,3 @@ class CudaWaiter:
             except Empty:
                 pass
         self._sleeps_until = 0.0
-
-
-def _fine_timers() -> None:
-    """Let this thread's sleeps end on time: by default the system adds 50 us to each (Linux)."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
