@@ -11,18 +11,25 @@ SETUPTOOLS := $(shell sed -n 's/^setuptools==/setuptools==/p' constraints.txt)
 # What the verified run of `make run` serves; `make run ARGS="--sessions 80 ..."` replaces it.
 ARGS ?= --verify --sessions 64
 
-.PHONY: help run test check mutants bench format clean
+# What `make test-gpu` runs in; a Python that has a CUDA torch already takes the place of .venv.
+GPU_PYTHON ?= $(BIN)/python
+
+.PHONY: help run test test-gpu check mutants bench format clean
 .DEFAULT_GOAL := help
 
 help: ## print this list
 	@echo 'kvlease: make TARGET, where TARGET is one of'
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-9s%s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-10s%s\n", $$1, $$2}'
 
 run: $(VENV)/.run ## set up, then serve 64 tool-agent sessions and verify every answer
 	$(BIN)/kvlease run $(ARGS)
 
 test: $(VENV)/.dev ## set up, then run the test suite
 	$(BIN)/python -m pytest
+
+test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.dev) ## run what needs a CUDA device, and what it changes (GPU_PYTHON=... brings its own Python)
+	$(GPU_PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "no CUDA device is to be seen from here; make test runs everything that needs none")'
+	$(GPU_PYTHON) -m pytest -p no:cacheprovider tests/kernels tests/oracle tests/pools/test_device_copies.py tests/runtime/cuda
 
 check: $(VENV)/.dev ## set up, then lint, check formatting, types and the import table
 	$(BIN)/ruff check .
