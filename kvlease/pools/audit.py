@@ -6,10 +6,11 @@ pages are ever summed. One comparison for each sequence lease is enough: sealed 
 memory at rest is found by the next reader. This module takes no page and launches no work.
 """
 
+from __future__ import annotations
+
 from array import array
-from collections.abc import Callable
-from functools import partial
-from typing import final
+from collections.abc import Mapping
+from typing import cast, final
 
 import torch
 from attrs import define, field, frozen
@@ -109,13 +110,13 @@ class Audit:
         self,
         trail: Trail,
         lease: SequenceLease,
-        tokens: "array[int]",
+        tokens: array[int],
         tail: tuple[int, int] | None,
-    ) -> Callable[[], None] | None:
+    ) -> Taking | None:
         """Return the work that sums what a step has completed; None if nothing of it is sampled.
 
         Launch it on the compute stream when the step is verified and before it is reported: until
-        then the pages and the tail's slot belong to the step.
+        then the pages and the tail's slot belong to the step. Once it has ended, `finish` it.
 
         Args:
             trail: the sequence's.
@@ -133,22 +134,8 @@ class Audit:
         pages = index_tensor(lease.pages[number] for number in keys)
         if tail is not None and tail[0] // self._page_tokens - 1 not in keys:
             tail = None
-        return partial(self._take, trail, keys, pages, tail)
-
-    def _take(
-        self,
-        trail: Trail,
-        keys: dict[int, bytes],
-        pages: torch.Tensor,
-        tail: tuple[int, int] | None,
-    ) -> None:
-        """Sum on the stream's worker; nobody reads the trail before this has ended."""
-        for (number, key), values in zip(keys.items(), self._summer.pages(pages), strict=True):
-            trail.pages[number] = Sums(key, values)
-        if tail is not None:
-            boundary, slot = tail
-            key = keys[boundary // self._page_tokens - 1]
-            trail.tails[boundary] = Sums(key, self._summer.tail(slot))
+        tail_key = b"" if tail is None else keys[tail[0] // self._page_tokens - 1]
+        return Taking(self._summer, trail, keys, pages, tail, tail_key)
 
     def sealed(self, trail: Trail, number: int, page: int, *, taken: bool) -> None:
         """Enter the sums of a page that was sealed, if it is sampled and the index took it."""
@@ -164,6 +151,49 @@ class Audit:
         sums = trail.tails.pop(boundary, None)
         if sums is not None and unused != slot:
             tails[slot] = sums
+
+
+@frozen(eq=False)
+class _TakenPart:
+    """Sums of one component [n] int64, and what they should be by page number; None if unknown."""
+
+    layer: LayerId
+    name: str
+    wanted: Mapping[int, int | None]
+    found: torch.Tensor
+
+
+@define(eq=False)
+class Taking:
+    """Sums of the pages and of the kept tail that a step has completed, being taken.
+
+    ``pages`` [n] int64 are those of ``keys``; ``tail`` is the boundary and the slot of a tail.
+    """
+
+    _summer: Summer
+    _trail: Trail
+    _keys: dict[int, bytes]
+    _pages: torch.Tensor
+    _tail: tuple[int, int] | None
+    _tail_key: bytes
+    _page_sums: torch.Tensor | None = None
+    _tail_sums: torch.Tensor | None = None
+
+    def __call__(self) -> None:
+        """Sum, on the stream's worker."""
+        self._page_sums = self._summer.pages(self._pages)
+        if self._tail is not None:
+            self._tail_sums = self._summer.tail(self._tail[1])
+
+    def finish(self) -> None:
+        """Enter the sums in the trail, once the stream's work has ended."""
+        assert self._page_sums is not None, "the work has run"
+        sums = cast("list[list[int]]", self._page_sums.tolist())
+        for (number, key), values in zip(self._keys.items(), sums, strict=True):
+            self._trail.pages[number] = Sums(key, tuple(values))
+        if self._tail is not None and self._tail_sums is not None:
+            values = cast("list[int]", self._tail_sums.tolist())
+            self._trail.tails[self._tail[0]] = Sums(self._tail_key, tuple(values))
 
 
 @final
@@ -194,19 +224,33 @@ class Check:
         self._pages = index_tensor(self._ids[number] for number in known)
         self._resumed = resumed
         self._summer = summer
+        self._taken: list[_TakenPart] = []
 
     def run(self, layer: LayerId) -> None:
-        """Compare one layer; raises PageMismatch when anything of it is wrong."""
+        """Sum one layer, and compare it at once where the sums are; raises as `conclude` does."""
         for part in self._summer.pages_of(layer):
-            name = self._summer.spans[part][1]
+            wanted = {number: sums.values[part] for number, sums in self._sums.items()}
             found = self._summer.page_part(part, self._pages)
-            for (number, sums), value in zip(self._sums.items(), found, strict=True):
-                if value != sums.values[part]:
-                    self._find(number, layer, name)
-        self._compare_tail(layer)
+            self._taken.append(_TakenPart(layer, self._summer.spans[part][1], wanted, found))
+        if self._resumed is not None:
+            self._take_tail(layer, self._resumed)
         if layer == 0:
             for number in self._strangers:
                 self._find(number, layer, IDENTITY)
+        if self._summer.device.type == "cpu":
+            self.conclude()
+
+    def conclude(self) -> None:
+        """Compare what was summed and not yet compared, once the stream's work has ended.
+
+        Raises PageMismatch when anything is wrong.
+        """
+        for part in self._taken:
+            found = cast("list[int]", part.found.tolist())
+            for (number, wanted), value in zip(part.wanted.items(), found, strict=True):
+                if value != wanted:
+                    self._find(number, part.layer, part.name)
+        self._taken.clear()
         if self.findings:
             first = self.findings[0]
             raise PageMismatch(
@@ -214,15 +258,13 @@ class Check:
                 " is not what it was when the page was sealed; it is dropped and computed again"
             )
 
-    def _compare_tail(self, layer: LayerId) -> None:
-        if self._resumed is None:
-            return
+    def _take_tail(self, layer: LayerId, resumed: Resumed) -> None:
         number = max(self._ids)
-        boundary, sums = self._resumed.boundary, self._resumed.sums
         for part in self._summer.tails_of(layer):
-            value = self._summer.ring_part(part, self._slot, boundary)
-            if sums is None or value != sums.values[part]:
-                self._find(number, layer, self._summer.tails[part][1])
+            wanted = None if resumed.sums is None else resumed.sums.values[part]
+            found = self._summer.ring_part(part, self._slot, resumed.boundary)
+            name = self._summer.tails[part][1]
+            self._taken.append(_TakenPart(layer, name, {number: wanted}, found))
 
     def _find(self, number: int, layer: LayerId, component: str) -> None:
         self.findings.append(Finding(number, self._ids[number], layer, component))

@@ -16,7 +16,14 @@ import torch
 from attrs import define, field, frozen
 
 from kvlease.pools.prefix_node import TIERS, CacheTier, Released
-from kvlease.pools.storage import RingStore, SpanStore, TailStore, span_components, tail_components
+from kvlease.pools.storage import (
+    RingStore,
+    SpanStore,
+    TailStore,
+    on_device,
+    span_components,
+    tail_components,
+)
 from kvlease.protocols.schema import Schema, TailComponent
 from kvlease.units import LayerId
 
@@ -61,9 +68,13 @@ def _parts_by_layer(parts: list[tuple[LayerId, str]]) -> dict[LayerId, list[int]
 
 @final
 class Summer:
-    """Sums what lies in a device's memory, on the thread that calls it.
+    """Sums what lies in a device's memory, on the worker of the stream that may read it.
+
+    Sums are returned in host memory. A GPU's are on their way: read them once the stream's work has
+    ended.
 
     Attributes:
+        device: where the memory is.
         spans: (layer, component) of a page's sums, in their order.
         tails: (layer, component) of a kept tail's sums, in their order.
     """
@@ -80,7 +91,8 @@ class Summer:
         self._rings = [(rings.ring(layer, tail.name), tail) for layer, tail in kept]
         self._by_layer = [_parts_by_layer(self.spans), _parts_by_layer(self.tails)]
         widest = max((words.shape[1] for words in (*self._pages, *self._kept)), default=0)
-        self._weights = _weights(widest)
+        self.device = rings.device
+        self._weights = _weights(widest).to(self.device)
 
     def pages_of(self, layer: LayerId) -> list[int]:
         """Return which parts of a page's sums are of one layer."""
@@ -93,33 +105,47 @@ class Summer:
     def _sum(self, words: torch.Tensor) -> torch.Tensor:
         return (words.to(torch.int64) * self._weights[: words.shape[1]]).sum(1)
 
-    def page_part(self, part: int, pages: torch.Tensor) -> list[int]:
-        """Sum one component of pages [n] int64."""
-        found: list[int] = []
-        for some in torch.split(pages, _AT_ONCE):
-            found += self._sum(self._pages[part].index_select(0, some)).tolist()
-        return found
+    def _page_part(self, part: int, pages: torch.Tensor) -> torch.Tensor:
+        words = self._pages[part]
+        pieces = torch.split(pages, _AT_ONCE)
+        return torch.cat([self._sum(words.index_select(0, some)) for some in pieces])
 
-    def pages(self, pages: torch.Tensor) -> list[tuple[int, ...]]:
-        """Sum all components of pages [n] int64; one tuple a page."""
-        parts = [self.page_part(part, pages) for part in range(len(self.spans))]
-        return list(zip(*parts, strict=True))
+    def page_part(self, part: int, pages: torch.Tensor) -> torch.Tensor:
+        """Sum one component of pages [n] int64 on either side; returns [n] int64."""
+        return _to_host(self._page_part(part, on_device(pages, self.device)))
 
-    def tail(self, slot: int) -> tuple[int, ...]:
-        """Sum all components of one kept tail."""
-        return tuple(int(self._sum(words[slot : slot + 1])) for words in self._kept)
+    def pages(self, pages: torch.Tensor) -> torch.Tensor:
+        """Sum all components of pages [n] int64; returns [n, components] int64."""
+        here = on_device(pages, self.device)
+        parts = [self._page_part(part, here) for part in range(len(self.spans))]
+        return _to_host(torch.stack(parts, 1))
 
-    def ring_part(self, part: int, slot: int, boundary: int) -> int:
-        """Sum one component as a tail kept of a sequence's rings at token ``boundary`` would be."""
+    def tail(self, slot: int) -> torch.Tensor:
+        """Sum all components of one kept tail; returns [components] int64."""
+        found = [self._sum(words[slot : slot + 1]) for words in self._kept]
+        return _to_host(torch.cat(found) if found else torch.empty(0, dtype=torch.int64))
+
+    def ring_part(self, part: int, slot: int, boundary: int) -> torch.Tensor:
+        """Sum one component as a tail kept of a sequence's rings at token ``boundary`` would be.
+
+        Returns [1] int64.
+        """
         rings, tail = self._rings[part]
-        return int(self._sum(_words(_as_kept(rings[slot], tail, boundary).unsqueeze(0))))
+        return _to_host(self._sum(_words(_as_kept(rings[slot], tail, boundary).unsqueeze(0))))
+
+
+def _to_host(sums: torch.Tensor) -> torch.Tensor:
+    if not sums.is_cuda:
+        return sums
+    return torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
 
 
 def _as_kept(ring: torch.Tensor, tail: TailComponent, boundary: int) -> torch.Tensor:
     """Copy the rows before a boundary out of a ring; those before position 0 are zeros."""
     positions = torch.arange(boundary - tail.kept_rows, boundary, dtype=torch.int64)
-    kept = ring[positions % tail.ring_rows, : tail.kept_width].contiguous()
-    return kept.masked_fill(positions.unsqueeze(1) < 0, 0)
+    places = on_device(positions % tail.ring_rows, ring.device)
+    kept = ring[places, : tail.kept_width].contiguous()
+    return kept.masked_fill(on_device(positions.unsqueeze(1) < 0, ring.device), 0)
 
 
 def _by_tier() -> dict[CacheTier, dict[int, Sums]]:

@@ -47,7 +47,14 @@ class PageCheck(Protocol):
         ...
 
     def run(self, layer: LayerId) -> None:
-        """Compare one layer, on the stream; raises PageMismatch, so that nothing is computed."""
+        """Compare one layer, on the stream; raises PageMismatch, so that nothing is computed.
+
+        A device's sums are not known so early: they are compared by `conclude`.
+        """
+        ...
+
+    def conclude(self) -> None:
+        """Compare what `run` could not, once the step's work has ended; raises PageMismatch."""
         ...
 
 

@@ -5,15 +5,17 @@ never keeps decode from being planned. A worker knows nothing of queues or pages
 step exactly once, and only after the step's device work has ended.
 """
 
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from typing import final
 
 import trio
 
-from kvlease.errors import ActorClosed, InternalError, TransferFailed, UsageError
-from kvlease.pools.audit import Audit
+from kvlease.errors import ActorClosed, InternalError, PageMismatch, TransferFailed, UsageError
+from kvlease.pools.audit import Audit, Taking
 from kvlease.pools.unified import UnifiedPool
+from kvlease.protocols.checks import PageCheck
 from kvlease.protocols.ports import ModelRunner, SampledToken, Stream
 from kvlease.runtime.actor import Actor, Inbox
 from kvlease.runtime.mailbox import Mailbox
@@ -73,6 +75,7 @@ class StepWorker(Actor[StepOrder]):
             scope.launch(partial(self._pool.keep_tails, keeps))
         await scope.record().wait_done()
         await order.lease.verify()
+        _conclude(order.lease.checks)
         tokens = tuple(tuple(drawn) for drawn in result.tokens())
         if self._pool.audit is not None:
             await self._take_sums(order, tokens, self._pool.audit, scope)
@@ -86,18 +89,20 @@ class StepWorker(Actor[StepOrder]):
         Which pages are sampled is known by their tokens, and so only now.
         """
         keeps = {keep.member: (keep.boundary, keep.tail_slot) for keep in order.keeps}
-        is_launched = False
+        takings: list[Taking] = []
         for member, (seq, drawn) in enumerate(zip(order.members, tokens, strict=True)):
             held = seq.require_held()
             assert held.trail is not None, "admission begins a trail where pages are audited"
             computed = seq.tokens[: seq.num_computed + len(order.inputs.sequences[member].tokens)]
             computed.extend(one.token for one in drawn[:-1])
-            work = audit.after_step(held.trail, held.lease, computed, keeps.get(member))
-            if work is not None:
-                scope.launch(work)
-                is_launched = True
-        if is_launched:
+            taking = audit.after_step(held.trail, held.lease, computed, keeps.get(member))
+            if taking is not None:
+                scope.launch(taking)
+                takings.append(taking)
+        if takings:
             await scope.record().wait_done()
+            for taking in takings:
+                taking.finish()
 
     async def _discard(self, order: StepOrder, scope: Stream, error: Exception | None) -> None:
         """Report a step that publishes nothing, once its launched work has really ended."""
@@ -108,3 +113,12 @@ class StepWorker(Actor[StepOrder]):
                 await scope.record().wait_done()
             order.lease.close()
             self._scheduler.send_nowait(StepEnded(order, None, error))
+
+
+def _conclude(checks: Iterable[PageCheck]) -> None:
+    """Compare what could not be compared on the stream; raises TransferFailed, as a scope does."""
+    try:
+        for check in checks:
+            check.conclude()
+    except PageMismatch as error:
+        raise TransferFailed(str(error), "failed") from error
