@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from typing import final
 
 from kvlease.runtime.completions import CompletionBase, Problem
+from kvlease.runtime.cuda_stalls import StallClock, Stretch
 from kvlease.runtime.cuda_waiter import Lane, Passed, Point
 from kvlease.runtime.stream_scope import Await, CopyWork, Item, Mark, WaitObserver
 from kvlease.runtime.stream_worker import WorkerStream
@@ -32,6 +33,7 @@ class CudaStream(WorkerStream):
         *,
         close_timeout_s: float = 5.0,
         observer: WaitObserver | None = None,
+        stalls: StallClock | None = None,
     ) -> None:
         """Prepare the queue; no thread before `run`.
 
@@ -40,11 +42,14 @@ class CudaStream(WorkerStream):
             lane: where the waiter looks for this stream's points; nobody else's.
             enter: makes a device stream the current one of the calling thread.
             close_timeout_s: as for every stream; what the device has begun is waited for as well.
-            observer: hears, on the worker, of each wait that held the worker itself.
+            observer: hears of each wait that held the worker or, if there are ``stalls``, the
+                device's stream; on the worker or the waiter's thread.
+            stalls: times the waits of the device's stream.
         """
         super().__init__(name, close_timeout_s=close_timeout_s, observer=observer)
         self._lane = lane
         self._enter_stream = enter
+        self._stalls = stalls
 
     def _enter(self) -> None:
         if self._thread is not None:
@@ -84,16 +89,41 @@ class CudaStream(WorkerStream):
 
     def _record_mark(self, item: Mark) -> None:
         scope = item.scope
-        ended = partial(_end_mark, item, scope.problem)
+        stretches = self._stalls.take() if self._stalls is not None else []
+        ended = partial(self._end_mark, item, scope.problem, stretches)
         if scope.renews:
             scope.problem = None
         self._record(ended, hurry=True, heard=item.completion.set_recorded)
+
+    def _end_mark(
+        self,
+        item: Mark,
+        problem: Problem | None,
+        stretches: list[Stretch],
+        error: BaseException | None,
+    ) -> None:
+        """End a record; on the waiter's thread. What it waited for is told of before."""
+        if error is not None:
+            item.completion.fail(error)
+            return
+        if self._stalls is not None:
+            for stretch in stretches:
+                seconds = self._stalls.seconds(stretch)
+                if seconds:
+                    self._count_wait(stretch.completion, seconds)
+        if problem is not None:
+            item.completion.fail_with(problem)
+        else:
+            item.completion.finish()
 
     def _wait_for(self, item: Await) -> None:
         completion = item.completion
         points = completion.points() if isinstance(completion, CompletionBase) else None
         if points is None or completion.state.is_final:
             self._hold_for(item)
+            return
+        if points and self._stalls is not None:
+            self._stalls.hold(completion, points)
             return
         for point in points:
             point.hold()
@@ -106,15 +136,6 @@ class CudaStream(WorkerStream):
             self._record(ended, hurry=True, heard=item.completion.set_recorded)
         else:
             super()._drop(item)
-
-
-def _end_mark(item: Mark, problem: Problem | None, error: BaseException | None) -> None:
-    if error is not None:
-        item.completion.fail(error)
-    elif problem is not None:
-        item.completion.fail_with(problem)
-    else:
-        item.completion.finish()
 
 
 def _end_dropped(item: Mark, problem: Problem, _error: BaseException | None) -> None:

@@ -14,6 +14,7 @@ import torch
 from kvlease.errors import ConfigError
 from kvlease.protocols.config import EngineConfig
 from kvlease.runtime.cuda_spin import spinner
+from kvlease.runtime.cuda_stalls import StallClock
 from kvlease.runtime.cuda_stream import CudaStream
 from kvlease.runtime.cuda_waiter import CudaWaiter
 from kvlease.runtime.nurseries import open_flat_nursery
@@ -68,6 +69,17 @@ def _stream(
     name: str, waiter: CudaWaiter, *, priority: int = 0, observer: WaitObserver | None = None
 ) -> CudaStream:
     torch_stream = torch.cuda.Stream(priority=priority)  # type: ignore[no-untyped-call]
+    timed = partial(torch.cuda.Event, enable_timing=True)
     return CudaStream(
-        name, waiter.lane(), partial(torch.cuda.set_stream, torch_stream), observer=observer
+        name,
+        waiter.lane(),
+        partial(_enter, torch_stream),
+        observer=observer,
+        stalls=None if observer is None else StallClock(timed),
     )
+
+
+def _enter(stream: torch.cuda.Stream) -> None:
+    """Make the worker's stream current, behind all that filled weights and pools elsewhere."""
+    torch.cuda.synchronize()
+    torch.cuda.set_stream(stream)

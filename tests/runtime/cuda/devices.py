@@ -17,6 +17,7 @@ from typing import Protocol, final
 import torch
 import trio
 
+from kvlease.runtime.cuda_stalls import StallClock, TimedEvent
 from kvlease.runtime.cuda_stream import CudaStream
 from kvlease.runtime.cuda_waiter import CudaWaiter, DeviceEvent
 from kvlease.runtime.stream_scope import WaitObserver
@@ -36,6 +37,10 @@ class Device(Protocol):
 
     def event(self) -> DeviceEvent:
         """Make an event."""
+        ...
+
+    def timed(self) -> TimedEvent:
+        """Make an event that knows its time."""
         ...
 
     def enqueue(self, work: Callable[[], object]) -> None:
@@ -73,6 +78,9 @@ class ThreadDevice:
     def event(self) -> ThreadEvent:
         return ThreadEvent(self)
 
+    def timed(self) -> ThreadEvent:
+        return ThreadEvent(self)
+
     def enqueue(self, work: Callable[[], object]) -> None:
         self._local.queue.put(work)
 
@@ -98,10 +106,18 @@ class ThreadEvent:
         self._device = device
         self._passed = threading.Event()
         self._passed.set()
+        self._at_s = 0.0
 
     def record(self) -> None:
         self._passed = threading.Event()
-        self._device.enqueue(self._passed.set)
+        self._device.enqueue(partial(self._pass, self._passed))
+
+    def _pass(self, passed: threading.Event) -> None:
+        self._at_s = time.perf_counter()
+        passed.set()
+
+    def elapsed_time(self, end_event: ThreadEvent, /) -> float:
+        return (end_event._at_s - self._at_s) * 1e3
 
     def wait(self) -> None:
         passed = self._passed
@@ -122,6 +138,9 @@ class CudaDevice:
 
     def event(self) -> DeviceEvent:
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def timed(self) -> TimedEvent:
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def enqueue(self, work: Callable[[], object]) -> None:
         work()
@@ -149,6 +168,7 @@ async def open_streams(
             waiter.lane(),
             device.queue(),
             observer=observer,
+            stalls=None if observer is None else StallClock(device.timed),
             close_timeout_s=close_timeout_s,
         )
         for name in names

@@ -10,7 +10,7 @@ import torch
 import trio
 
 from kvlease.errors import NotReady, TransferFailed
-from kvlease.protocols.ports import CompletionState
+from kvlease.protocols.ports import Completion, CompletionState
 from kvlease.runtime.completions import CpuCompletion
 from kvlease.runtime.cuda_waiter import CudaWaiter, DeviceEvent
 from tests.runtime.cuda.devices import Device, open_streams
@@ -78,11 +78,8 @@ async def test_a_reader_behind_a_recorded_point_reads_what_comes_late(device: De
 
 
 async def test_waiting_for_a_device_does_not_hold_the_worker(device: Device) -> None:
-    held: list[float] = []
     launched = threading.Event()
-    async with open_streams(
-        device, "load", "compute", observer=lambda _c, seconds: held.append(seconds)
-    ) as (load, compute):
+    async with open_streams(device, "load", "compute") as (load, compute):
         load.launch(lambda: device.delay(0.3))
         loaded = load.record()
         await loaded.wait_recorded()
@@ -92,7 +89,34 @@ async def test_waiting_for_a_device_does_not_hold_the_worker(device: Device) -> 
         assert loaded.state is RECORDED, "the closure ran while the device was still waiting"
         await compute.record().wait_done()
         assert loaded.state is DONE
-    assert not held
+
+
+async def test_the_device_tells_how_long_a_stream_stood_still(device: Device) -> None:
+    held: list[tuple[Completion, float]] = []
+
+    def observe(completion: Completion, seconds: float) -> None:
+        held.append((completion, seconds))
+
+    async with open_streams(device, "load", "compute", observer=observe) as (load, compute):
+        for seconds in (0.1, 0.05):
+            held.clear()
+            load.launch(partial(device.delay, seconds))
+            late, last = load.record(), load.record()
+            await last.wait_recorded()
+            scope = compute.scope()
+            scope.wait(late)
+            scope.wait(last)
+            await scope.record().wait_done()
+            assert [completion for completion, _ in held][:1] == [late]
+            assert 0.5 * seconds < held[0][1] < 3 * seconds + 0.1
+            assert sum(each for _, each in held[1:]) < 0.5 * seconds
+        held.clear()
+        before = load.record()
+        await before.wait_done()
+        compute.wait(before)
+        await compute.record().wait_done()
+        assert not held, "what is done holds nobody"
+        assert compute.statistics().waits >= 2
 
 
 async def test_work_of_no_device_holds_the_worker(device: Device) -> None:
