@@ -12,7 +12,9 @@ from typing import cast
 import numpy as np
 import torch
 
+from kvlease.pools.carriage import Direction, Move, carry
 from kvlease.pools.prefix_node import CacheTier
+from kvlease.pools.records import Records
 from kvlease.pools.storage import (
     RingStore,
     SpanStore,
@@ -69,31 +71,44 @@ def _copy_runs(
 def span_orders(
     schema: Schema,
     transfer: TransferId,
-    kind: str,
+    kind: Direction,
     ends: tuple[SpanStore, SpanStore],
     pages: tuple[torch.Tensor, torch.Tensor],
 ) -> Iterator[CopyOrder]:
     """Yield the orders that move pages from ends[0] to ends[1], pages [n] int64 at each end."""
     source, target = ends
-    from_pages, to_pages = pages
-    count = from_pages.numel()  # a tensor's len() costs more than the rest of an order
+    count = pages[0].numel()  # a tensor's len() costs more than the rest of an order
+    records = source.records or target.records
+    carrier = None if records is None else records.carrier
+    move = None if carrier is None else carrier.pages(kind, *pages)
     for layer, span in span_components(schema):
         nbytes = count * schema.rows_per_page(span) * span.format.nbytes
         rows = source.rows(layer, span.name), target.rows(layer, span.name)
-        yield _numbered(transfer, kind, (layer, span.name), nbytes, rows, (from_pages, to_pages))
+        run = _carried(move, records, (layer, span.name), nbytes)
+        yield _numbered(transfer, kind, (layer, span.name), nbytes, rows, pages, run)
+
+
+def _carried(
+    move: Move | None, records: Records | None, part: tuple[LayerId, str], nbytes: int
+) -> Callable[[], int] | None:
+    """Return a carrier's way to move one component, or None where there is no carrier."""
+    if move is None or records is None:
+        return None
+    return partial(carry, move, records.group_of(*part), nbytes)
 
 
 def _numbered(
     transfer: TransferId,
-    kind: str,
+    kind: Direction,
     part: tuple[LayerId, str],
     nbytes: int,
     ends: tuple[torch.Tensor, torch.Tensor],
     numbers: tuple[torch.Tensor, torch.Tensor],
+    run: Callable[[], int] | None,
 ) -> CopyOrder:
     """Return the order that copies numbered pages or slots, [n] int64 at each end."""
     (source, target), (from_ids, to_ids) = ends, numbers
-    run = partial(mover(source, target), source, from_ids, target, to_ids)
+    run = run or partial(mover(source, target), source, from_ids, target, to_ids)
     places = partial(_numbers, to_ids)
     memory = partial(_numbered_bytes, target, to_ids)
     tier: CacheTier = "host" if kind == "load" else "device"
@@ -128,6 +143,9 @@ def keep_tails(
     in host memory.
     """
     rings, tails = stores
+    if tails.records is not None and tails.records.carrier is not None:
+        tails.records.carrier.keep(slots, tail_slots, boundaries)
+        return
     device = rings.device
     to_slots = on_device(tail_slots, device)
     places: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -175,7 +193,7 @@ def _resume(kept: torch.Tensor, ring: torch.Tensor, rows: torch.Tensor) -> int:
 def resume_orders(
     schema: Schema,
     transfer: TransferId,
-    kind: str,
+    kind: Direction,
     tails: tuple[CacheTier, TailStore, int],
     rings: tuple[RingStore, int],
     boundary: int,
@@ -183,19 +201,22 @@ def resume_orders(
     """Yield the orders that fill a sequence's rings from a tier's tail at token ``boundary``."""
     tier, store, tail_slot = tails
     ring_store, slot = rings
+    carrier = None if store.records is None else store.records.carrier
+    move = None if carrier is None else carrier.resume(tier, tail_slot, slot, boundary)
     for layer, tail in tail_components(schema):
         if tail.kept_rows:
             kept = store.kept(layer, tail.name)[tail_slot]
             ring = ring_store.ring(layer, tail.name)[slot, :, : tail.kept_width]
             rows = _resumed_rows(tail, boundary)
+            part = layer, tail.name
+            carried = _carried(move, store.records, part, tail.kept_nbytes)
             yield CopyOrder(
                 transfer,
                 kind,
                 tier,
-                layer,
-                tail.name,
+                *part,
                 tail.kept_nbytes,
-                partial(_resume, kept, ring, rows),
+                carried or partial(_resume, kept, ring, rows),
                 partial(list[int], (slot,)),
                 partial(_numbered_bytes, ring, rows),
             )
@@ -204,17 +225,22 @@ def resume_orders(
 def tail_orders(
     schema: Schema,
     transfer: TransferId,
-    kind: str,
+    kind: Direction,
     ends: tuple[TailStore, TailStore],
     slots: tuple[torch.Tensor, torch.Tensor],
 ) -> Iterator[CopyOrder]:
     """Yield the orders that move kept tails between tiers, slots [n] int64 at each end."""
     count = slots[0].numel()
+    records = ends[1].records
+    carrier = None if records is None else records.carrier
+    move = None if carrier is None else carrier.tails(kind, *slots)
     for layer, tail in tail_components(schema):
         if tail.kept_rows:
             kept = ends[0].kept(layer, tail.name), ends[1].kept(layer, tail.name)
             nbytes = tail.kept_nbytes * count
-            yield _numbered(transfer, kind, (layer, tail.name), nbytes, kept, slots)
+            part = layer, tail.name
+            run = _carried(move, records, part, nbytes)
+            yield _numbered(transfer, kind, part, nbytes, kept, slots, run)
 
 
 def in_layer_order(orders: Iterable[CopyOrder]) -> tuple[CopyOrder, ...]:

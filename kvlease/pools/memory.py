@@ -10,6 +10,7 @@ from typing import final
 
 from attrs import frozen
 
+from kvlease.pools.carriage import Carrier
 from kvlease.pools.page_book import Blocker, PageBook
 from kvlease.pools.prefix_node import CacheTier, Released
 from kvlease.pools.storage import RingStore, SpanStore, TailStore
@@ -50,7 +51,8 @@ class Memory:
     ) -> None:
         """Allocate everything; raises ConfigError when there is not enough memory.
 
-        ``where`` the device's memory is. If that is a GPU, host memory is pinned.
+        ``where`` the device's memory is. If that is a GPU, host memory is pinned, and what crosses
+        the link lies in records; `carried_by` then says who moves them.
         """
         pinned = where != "cpu"
         self.schema = schema
@@ -58,9 +60,9 @@ class Memory:
         self._sink = sink
         self.poison = poison
         self.spans = SpanStore(schema, sizes.device_pages, where)
-        self.host_spans = SpanStore(schema, sizes.host_pages, pinned=pinned)
-        self.tails = TailStore(schema, sizes.device_tails, where)
-        self.host_tails = TailStore(schema, sizes.host_tails, pinned=pinned)
+        self.host_spans = SpanStore(schema, sizes.host_pages, pinned=pinned, in_records=pinned)
+        self.tails = TailStore(schema, sizes.device_tails, where, in_records=pinned)
+        self.host_tails = TailStore(schema, sizes.host_tails, pinned=pinned, in_records=pinned)
         self.rings = RingStore(schema, sizes.slots, where)
         self.device = PageBook("device pages", sizes.device_pages, sink, "device")
         self.host = PageBook("host pages", sizes.host_pages, sink, "host")
@@ -72,6 +74,12 @@ class Memory:
         if poison:
             self.spans.poison_all()
             self.host_spans.poison_all()
+
+    def carried_by(self, carrier: Carrier) -> None:
+        """Take note of who moves records between the tiers; before the first transfer."""
+        for store in (self.host_spans, self.host_tails, self.tails):
+            if store.records is not None:
+                store.records.carrier = carrier
 
     def book(self, tier: CacheTier) -> PageBook:
         """Return the book of one tier's pages."""

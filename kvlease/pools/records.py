@@ -8,7 +8,9 @@ from typing import final
 
 import torch
 
+from kvlease.pools.carriage import Carrier
 from kvlease.protocols.host_layout import LayerGroup
+from kvlease.units import LayerId
 
 Allocate = Callable[[int], torch.Tensor]
 """Returns so many bytes of memory, [n] uint8."""
@@ -16,10 +18,14 @@ Allocate = Callable[[int], torch.Tensor]
 
 @final
 class Records:
-    """Per group [count, nbytes] bytes; a component of a layer is a view into its group."""
+    """Per group [count, nbytes] bytes; a component of a layer is a view into its group.
+
+    ``carrier`` moves them between tiers; set once, by whoever made the memory at both ends.
+    """
 
     def __init__(self, groups: Sequence[LayerGroup], count: int, allocate: Allocate) -> None:
         """Allocate all groups; contents are as the allocator leaves them."""
+        self.carrier: Carrier | None = None
         self.groups = tuple(groups)
         self.memory = tuple(
             allocate(count * group.nbytes).view(count, group.nbytes) for group in groups
@@ -30,12 +36,12 @@ class Records:
             for piece in group.pieces
         }
 
-    def group_of(self, layer: int, component: str) -> int:
+    def group_of(self, layer: LayerId, component: str) -> int:
         """Return the number of the group that a component is in."""
         return self._places[layer, component][0]
 
     def component(
-        self, layer: int, component: str, dtype: torch.dtype, shape: tuple[int, int]
+        self, layer: LayerId, component: str, dtype: torch.dtype, shape: tuple[int, int]
     ) -> torch.Tensor:
         """Borrow one component of all records, as [count, *shape] of a dtype."""
         number, piece = self._places[layer, component]

@@ -1,11 +1,12 @@
 """The memory of one tier: rows of pages, rings of running sequences, slots of kept tails.
 
 Three kinds of store, all built from the schema alone, one tensor per (layer, component). They know
-shapes and bytes, not who may touch them; only pools hold them.
+shapes and bytes, not who may touch them; only pools hold them. Where a device's engines copy, those
+tensors are views into records.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import final
 
 import numpy as np
@@ -13,6 +14,8 @@ import torch
 
 from kvlease.errors import ConfigError
 from kvlease.pools.pinned import pinned_bytes
+from kvlease.pools.records import Records
+from kvlease.protocols.host_layout import LayerGroup, page_groups, tail_groups
 from kvlease.protocols.schema import RowFormat, Schema, SpanComponent, TailComponent
 from kvlease.units import LayerId
 
@@ -79,23 +82,40 @@ def _allocate(
         ) from error
 
 
+def _records(groups: Sequence[LayerGroup], count: int, device: str, pinned: bool) -> Records:
+    return Records(groups, count, lambda n: _allocate((n,), torch.uint8, device, pinned))
+
+
 @final
 class SpanStore:
     """Rows of every page: per (layer, span component) [num_pages, rows_per_page, row]."""
 
     def __init__(
-        self, schema: Schema, num_pages: int, device: str = "cpu", *, pinned: bool = False
+        self,
+        schema: Schema,
+        num_pages: int,
+        device: str = "cpu",
+        *,
+        pinned: bool = False,
+        in_records: bool = False,
     ) -> None:
         """Allocate all pages; contents are undefined until written."""
         self.num_pages = num_pages
+        self.records: Records | None = None
+        if in_records:
+            self.records = _records(page_groups(schema), num_pages, device, pinned)
         self._rows: dict[tuple[LayerId, str], torch.Tensor] = {}
         self._planes: dict[tuple[LayerId, str], tuple[int, ...]] = {}
         for layer in schema.layers:
             for span in layer.spans:
                 self._planes[layer.id, span.name] = span.format.planes
                 dtype, length = row_shape(span.format)
-                shape = (num_pages, schema.rows_per_page(span), length)
-                self._rows[layer.id, span.name] = _allocate(shape, dtype, device, pinned)
+                shape = schema.rows_per_page(span), length
+                self._rows[layer.id, span.name] = (
+                    _allocate((num_pages, *shape), dtype, device, pinned)
+                    if self.records is None
+                    else self.records.component(layer.id, span.name, dtype, shape)
+                )
 
     def rows(self, layer: LayerId, component: str) -> torch.Tensor:
         """Borrow the rows of one component of one layer."""
@@ -150,15 +170,28 @@ class TailStore:
     """Kept tails: per (layer, tail component) [num_tails, kept_rows, kept_width]."""
 
     def __init__(
-        self, schema: Schema, num_tails: int, device: str = "cpu", *, pinned: bool = False
+        self,
+        schema: Schema,
+        num_tails: int,
+        device: str = "cpu",
+        *,
+        pinned: bool = False,
+        in_records: bool = False,
     ) -> None:
         """Allocate all slots; components that keep nothing have no tensor."""
+        self.records: Records | None = None
+        if in_records:
+            self.records = _records(tail_groups(schema), num_tails, device, pinned)
         self._kept: dict[tuple[LayerId, str], torch.Tensor] = {}
         for layer_id, tail in tail_components(schema):
             if tail.kept_rows:
                 dtype, _ = row_shape(tail.format)
-                shape = (num_tails, tail.kept_rows, tail.kept_width)
-                self._kept[layer_id, tail.name] = _allocate(shape, dtype, device, pinned)
+                shape = tail.kept_rows, tail.kept_width
+                self._kept[layer_id, tail.name] = (
+                    _allocate((num_tails, *shape), dtype, device, pinned)
+                    if self.records is None
+                    else self.records.component(layer_id, tail.name, dtype, shape)
+                )
 
     def kept(self, layer: LayerId, component: str) -> torch.Tensor:
         """Borrow the kept rows of one component of one layer."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from attrs import frozen
 
 from kvlease.protocols.schema import Schema
+from kvlease.units import LayerId
 
 PIECE_ALIGNMENT = 16
 """Components start at multiples of this, so that 16-byte words can be moved."""
@@ -19,7 +20,7 @@ FIRST_GROUP_NBYTES = 32 << 10
 GROUP_NBYTES = 128 << 10
 """A group ends with the layer that brings its record to this size; the first ones end earlier."""
 
-_Named = tuple[int, str, int]
+_Named = tuple[LayerId, str, int]
 """A layer, one of its components, and that component's bytes."""
 
 
@@ -27,7 +28,7 @@ _Named = tuple[int, str, int]
 class Piece:
     """One component of one layer inside a record."""
 
-    layer: int
+    layer: LayerId
     component: str
     offset: int
     nbytes: int

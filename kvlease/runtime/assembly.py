@@ -35,6 +35,7 @@ from kvlease.runtime.actor import ActorEvent, ActorSpec, Inbox
 from kvlease.runtime.clock import MonotonicClock
 from kvlease.runtime.core import EngineCore
 from kvlease.runtime.counters import Counters
+from kvlease.runtime.cuda_copies import give_carrier
 from kvlease.runtime.cuda_streams import open_cuda_streams
 from kvlease.runtime.endings import end_request
 from kvlease.runtime.event_log import EventLog
@@ -221,7 +222,11 @@ async def assemble(
         device=config.device,
     )
     # Pinning takes a second for a few gigabytes; other memory costs nothing until it is used.
-    pool = make_pool() if config.device == "cpu" else await trio.to_thread.run_sync(make_pool)
+    if config.device == "cpu":
+        pool = make_pool()
+    else:
+        pool = await trio.to_thread.run_sync(make_pool)
+        give_carrier(pool.memory)
     pool.spares_last_copies = config.write_policy == "back" and config.host_pages > 0
     core = EngineCore(
         config, runner, pool, sink, ports.clock or MonotonicClock(), identity, counters

@@ -17,7 +17,7 @@ from kvlease.kernels.gpu.page_copy import RecordTable
 from kvlease.kernels.gpu.staging import Direction, GroupEnds, MovedPages, PageMover, StagingRing
 from kvlease.kernels.gpu.tail_copy import TailPiece, TailTable, move_tails
 
-PROGRAMS = 32
+PROGRAMS = 132
 """Programs of a kernel that spreads or gathers records."""
 SLOT_NBYTES = 16 << 20
 NUM_SLOTS = 4
@@ -98,13 +98,16 @@ class ResumeMove:
 
 
 @final
-class TailStoreMove:
-    """Kept tails on their way from the device to the host."""
+class TailMove:
+    """Kept tails on their way between the tiers, record by record."""
 
-    __slots__ = ("_ends", "_from", "_queued", "_to")
+    __slots__ = ("_direction", "_ends", "_from", "_queued", "_to")
 
-    def __init__(self, ends: Sequence[TailEnds], from_tails: Tensor, to_tails: Tensor) -> None:
+    def __init__(
+        self, direction: Direction, ends: Sequence[TailEnds], from_tails: Tensor, to_tails: Tensor
+    ) -> None:
         """Take tail numbers at both ends, [n] int64 in host memory, in the same order."""
+        self._direction = direction
         self._ends = ends
         self._from = from_tails.numpy()
         self._to = to_tails.numpy()
@@ -116,12 +119,15 @@ class TailStoreMove:
             return
         self._queued.add(group)
         ends, main = self._ends[group], torch.cuda.current_stream()
-        nbytes = ends.host.shape[1]
-        targets = (ends.host.data_ptr() + self._to * nbytes).astype(np.uint64)
-        sources = (ends.device.data_ptr() + self._from * nbytes).astype(np.uint64)
-        sizes = np.full(len(targets), nbytes, dtype=np.uint64)
+        source, target = ends.device, ends.host
+        if self._direction == "load":
+            source, target = target, source
+        nbytes = source.shape[1]
+        sources = (source.data_ptr() + self._from * nbytes).astype(np.uint64)
+        targets = (target.data_ptr() + self._to * nbytes).astype(np.uint64)
+        sizes = np.full(len(sources), nbytes, dtype=np.uint64)
         engine = copy_engine(main.device_index)
-        engine.copy(targets, sources, sizes, (0, len(targets)), main)
+        engine.copy(targets, sources, sizes, (0, len(sources)), main)
 
 
 @final
@@ -138,16 +144,15 @@ class Carrier:
         ends = [
             GroupEnds(group.host, RecordTable(group.pools, group.host.shape[1])) for group in pages
         ]
+        slot = max([SLOT_NBYTES, *(group.host.shape[1] for group in pages)])
         self._movers: dict[Direction, PageMover] = {
-            direction: PageMover(
-                direction, ends, StagingRing(device, SLOT_NBYTES, NUM_SLOTS), PROGRAMS
-            )
+            direction: PageMover(direction, ends, StagingRing(device, slot, NUM_SLOTS), PROGRAMS)
             for direction in ("load", "store")
         }
         self._tails = tuple(tails)
         self._tables = {
-            "host": TailTable([(group.host, group.pieces) for group in tails]),
-            "device": TailTable([(group.device, group.pieces) for group in tails]),
+            "host": TailTable([(group.host, group.pieces) for group in tails], device),
+            "device": TailTable([(group.device, group.pieces) for group in tails], device),
         }
 
     def pages(self, direction: Direction, from_pages: Tensor, to_pages: Tensor) -> PageMove:
@@ -163,9 +168,9 @@ class Carrier:
         """Return the move of a tier's kept tail into a ring slot."""
         return ResumeMove(self._tables[tier], torch.tensor([[slot], [tail], [boundary]]))
 
-    def store_tails(self, from_tails: Tensor, to_tails: Tensor) -> TailStoreMove:
-        """Return the move of kept tails to the host, numbers [n] int64 in host memory."""
-        return TailStoreMove(self._tails, from_tails, to_tails)
+    def tails(self, direction: Direction, from_tails: Tensor, to_tails: Tensor) -> TailMove:
+        """Return the move of kept tails, numbers [n] int64 in host memory at each end."""
+        return TailMove(direction, self._tails, from_tails, to_tails)
 
     def keep(self, slots: Tensor, tails: Tensor, boundaries: Tensor) -> None:
         """Keep running sequences' state, [K] int64 in host memory each, on the current stream."""

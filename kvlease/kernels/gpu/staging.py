@@ -96,10 +96,14 @@ class StagingRing:
         """Queue both stages of a slot: the first on the ring's stream, the second on ``main``."""
         aside = self.stream
         aside.wait_event(self._free[slot])
-        first()
-        self._ready[slot].record(aside)
-        main.wait_event(self._ready[slot])
-        second()
+        try:
+            first()
+            self._ready[slot].record(aside)
+            main.wait_event(self._ready[slot])
+            second()
+        except BaseException:
+            main.wait_stream(aside)  # what was queued aside still uses memory of the move (R6)
+            raise
         self._free[slot].record(main)
 
 

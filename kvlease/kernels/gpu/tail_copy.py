@@ -79,7 +79,9 @@ class TailTable:
     Ownership: borrows rings and records for as long as it lives.
     """
 
-    def __init__(self, groups: Sequence[tuple[Tensor, Sequence[TailPiece]]]) -> None:
+    def __init__(
+        self, groups: Sequence[tuple[Tensor, Sequence[TailPiece]]], device: torch.device
+    ) -> None:
         """Lay out the tiles; per group its records [num_tails, nbytes] uint8 and its pieces."""
         width = gcd(8, *(n for records, pieces in groups for n in _numbers(records, pieces)))
         self.dtype = _WORDS[width]
@@ -90,7 +92,7 @@ class TailTable:
             for piece in pieces:
                 lines.extend(_tiles(records, piece, width))
             self.edges.append(len(lines))
-        self.lines = torch.tensor(lines, dtype=torch.int64).to(groups[0][1][0].rings.device)
+        self.lines = torch.tensor(lines, dtype=torch.int64).to(device)
 
 
 def _numbers(records: Tensor, pieces: Sequence[TailPiece]) -> list[int]:

@@ -26,6 +26,15 @@ def device() -> str:
     return "cuda" if HAS_CUDA else "cpu"
 
 
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams and copy engines: those of the device, or what stands in for them."""
+    if not HAS_CUDA:
+        from tests.kernels.gpu.in_order import stand_in
+
+        stand_in(monkeypatch)
+
+
 @pytest.fixture(autouse=True)
 def _quiet_numpy() -> Iterator[None]:
     """Masked lanes overflow and divide by zero on the device too, without a warning."""

@@ -1,6 +1,5 @@
 """Pages go through the staging ring and arrive whole, wherever they lie at both ends."""
 
-import ctypes
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,57 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvlease.kernels.gpu import staging
-from kvlease.kernels.gpu.dma import Addresses
 from kvlease.kernels.gpu.page_copy import RecordTable
 from kvlease.kernels.gpu.staging import Direction, GroupEnds, MovedPages, PageMover, StagingRing
 
-POISON = 0xA5
-
-
-class InOrder:
-    """A stream, an event and a context in one, where everything happens when it is queued."""
-
-    def __init__(self, *_given: object, **_named: object) -> None:
-        pass
-
-    def wait_event(self, event: object) -> None:
-        pass
-
-    def wait_stream(self, stream: object) -> None:
-        pass
-
-    def record(self, stream: object) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_error: object) -> None:
-        pass
-
-
-class HostEngine:
-    """Copies at once, in place of the device's engines."""
-
-    def copy(
-        self,
-        targets: Addresses,
-        sources: Addresses,
-        sizes: Addresses,
-        part: tuple[int, int],
-        _stream: object,
-    ) -> None:
-        for at in range(*part):
-            ctypes.memmove(int(targets[at]), int(sources[at]), int(sizes[at]))
-
-
-@pytest.fixture(autouse=True)
-def _host_streams(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device == "cpu":
-        for name in ("Stream", "Event", "stream"):
-            monkeypatch.setattr(torch.cuda, name, InOrder)
-        monkeypatch.setattr(staging, "copy_engine", lambda _index: HostEngine())
+pytestmark = pytest.mark.usefixtures("streams")
 
 
 def host_memory(shape: Sequence[int], device: str) -> Tensor:
@@ -85,9 +37,7 @@ def test_records_arrive_whole_and_alone(
     device: str, direction: Direction, host_pages: list[int]
 ) -> None:
     host = host_memory((10, RECORD), device)
-    pools = [
-        torch.randint(0, 256, (12, size), dtype=torch.uint8, device=device) for size in PIECES
-    ]
+    pools = [torch.randint(0, 256, (12, size), dtype=torch.uint8, device=device) for size in PIECES]
     offsets = [sum(PIECES[:n]) for n in range(len(PIECES))]
     table = RecordTable(list(zip(pools, offsets, strict=True)), RECORD)
     ring = StagingRing(torch.device(device), 3 * RECORD, 2)

@@ -1,0 +1,159 @@
+"""A carrier's orders move the same bytes as plain copies, over an engine's own memory."""
+
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvlease.pools.copies import index_tensor, keep_tails, resume_orders, span_orders, tail_orders
+from kvlease.pools.memory import Memory, PoolSizes
+from kvlease.pools.prefix_node import CacheTier
+from kvlease.pools.storage import RingStore, SpanStore, TailStore, span_components, tail_components
+from kvlease.protocols.config import Device
+from kvlease.protocols.event_base import EventSink
+from kvlease.protocols.geometries import V4Geometry, deepseek_v4_schema
+from kvlease.protocols.ports import CopyOrder
+from kvlease.protocols.schema import Schema
+from kvlease.runtime.cuda_copies import give_carrier
+from kvlease.runtime.event_log import EventLog
+from kvlease.units import LayerId, TransferId
+
+pytestmark = pytest.mark.usefixtures("streams")
+
+ID = TransferId(1)
+SIZES = PoolSizes(9, 9, 4, 4, 3)
+Part = tuple[LayerId, str]
+
+
+GEOMETRY = V4Geometry(
+    ("sliding", "sparse", "heavy", "sparse"), 96, 32, 36, window=24, heavy_ratio=16
+)
+SCHEMAS = {
+    "fp8": deepseek_v4_schema(GEOMETRY, 16, "float32", "fp8", "fp8"),
+    "plain": deepseek_v4_schema(GEOMETRY, 16, "float32", "bf16", "same"),
+}
+
+
+def in_records(memory: Memory) -> None:
+    """Give the stores of a CPU's memory the layout that a device's have."""
+    schema = memory.schema
+    memory.host_spans = SpanStore(schema, SIZES.host_pages, in_records=True)
+    memory.tails = TailStore(schema, SIZES.device_tails, in_records=True)
+    memory.host_tails = TailStore(schema, SIZES.host_tails, in_records=True)
+
+
+@pytest.fixture(params=["fp8", "plain"])
+def memory(request: pytest.FixtureRequest, device: str) -> Memory:
+    sink: EventSink = EventLog(level="off")
+    where: Device = "cuda" if device == "cuda" else "cpu"
+    made = Memory(SCHEMAS[str(request.param)], SIZES, sink, poison=False, where=where)
+    if where == "cpu":
+        in_records(made)
+    give_carrier(made)
+    return made
+
+
+def spans(store: SpanStore, schema: Schema) -> dict[Part, Tensor]:
+    return {(n, span.name): store.rows(n, span.name) for n, span in span_components(schema)}
+
+
+def kept(store: TailStore, schema: Schema) -> dict[Part, Tensor]:
+    return {
+        (n, tail.name): store.kept(n, tail.name)
+        for n, tail in tail_components(schema)
+        if tail.kept_rows
+    }
+
+
+def rings(store: RingStore, schema: Schema) -> dict[Part, Tensor]:
+    return {(n, tail.name): store.ring(n, tail.name) for n, tail in tail_components(schema)}
+
+
+def scramble(parts: dict[Part, Tensor]) -> dict[Part, Tensor]:
+    """Fill with numbers; return a copy in CPU memory."""
+    for rows in parts.values():
+        rows.copy_(torch.randint(0, 100, rows.shape))
+    return copies(parts)
+
+
+def copies(parts: dict[Part, Tensor]) -> dict[Part, Tensor]:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return {part: rows.cpu().clone() for part, rows in parts.items()}
+
+
+def run(orders: list[CopyOrder]) -> None:
+    assert orders
+    for order in orders:
+        assert order.run() == order.nbytes
+
+
+def same(one: dict[Part, Tensor], other: dict[Part, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for part, rows in one.items():
+        assert torch.equal(rows, other[part]), part
+
+
+@pytest.mark.parametrize("pages", [[4], [8, 2, 3, 0], [1, 2, 3, 4, 5, 6, 7]])
+def test_pages_go_to_the_host_and_come_back_elsewhere(memory: Memory, pages: list[int]) -> None:
+    schema = memory.schema
+    on_host, on_device = spans(memory.host_spans, schema), spans(memory.spans, schema)
+    host, device = scramble(on_host), scramble(on_device)
+    places, back = [5, 6, 0, 2, 8, 7, 1][: len(pages)], [3, 1, 4, 0, 2, 6, 8][: len(pages)]
+    way = index_tensor(pages), index_tensor(places)
+    ends = memory.spans, memory.host_spans
+    run(list(span_orders(schema, ID, "store", ends, way)))
+    for part, rows in host.items():
+        rows[places] = device[part][pages]
+    same(copies(on_host), host)
+    same(copies(on_device), device)
+    run(list(span_orders(schema, ID, "load", ends[::-1], (way[1], index_tensor(back)))))
+    for part, rows in device.items():
+        rows[back] = host[part][places]
+    same(copies(on_device), device)
+    same(copies(on_host), host)
+
+
+@pytest.mark.parametrize("tier", [*get_args(CacheTier)])
+@pytest.mark.parametrize("boundary", [16, 80])
+def test_tails_are_kept_stored_lifted_and_resumed(
+    memory: Memory, tier: CacheTier, boundary: int
+) -> None:
+    schema = memory.schema
+    plain = RingStore(schema, SIZES.slots), TailStore(schema, SIZES.device_tails)
+    on_device, running = kept(memory.tails, schema), rings(memory.rings, schema)
+    scramble(on_device)
+    for part, rows in scramble(running).items():
+        plain[0].ring(*part).copy_(rows)
+    before = copies(on_device)
+    slots, tails, boundaries = (index_tensor(n) for n in ([2, 0], [1, 3], [boundary, 32]))
+    keep_tails(schema, (memory.rings, memory.tails), slots, tails, boundaries)
+    keep_tails(schema, plain, slots, tails, boundaries)
+    for part, rows in before.items():
+        rows[[1, 3]] = plain[1].kept(*part)[[1, 3]]
+    same(copies(on_device), before)
+
+    on_host = kept(memory.host_tails, schema)
+    host = scramble(on_host)
+    ends = memory.tails, memory.host_tails
+    run(list(tail_orders(schema, ID, "store", ends, (index_tensor([1]), index_tensor([2])))))
+    for part, rows in host.items():
+        rows[2] = before[part][1]
+    same(copies(on_host), host)
+    run(list(tail_orders(schema, ID, "load", ends[::-1], (index_tensor([2]), index_tensor([0])))))
+    for part, rows in before.items():
+        rows[0] = host[part][2]
+    same(copies(on_device), before)
+
+    after = scramble(running)
+    store, tail = (memory.tails, 0) if tier == "device" else (memory.host_tails, 2)
+    from_tier = tier, store, tail
+    run(list(resume_orders(schema, ID, "load", from_tier, (memory.rings, 1), boundary)))
+    for (layer, name), rows in after.items():
+        found = next(t for n, t in tail_components(schema) if (n, t.name) == (layer, name))
+        positions = torch.arange(max(0, boundary - found.kept_rows), boundary)
+        old = plain[0].ring(layer, name)[2]
+        at = positions % found.ring_rows
+        rows[1, at, : found.kept_width] = old[at, : found.kept_width]
+    same(copies(running), after)
