@@ -8,7 +8,7 @@ from collections import Counter
 from attrs import frozen
 
 from kvlease.errors import LedgerImbalance
-from kvlease.pools.prefix_node import TIERS, CacheTier, Node
+from kvlease.pools.prefix_node import TIERS, CacheTier, Home, Node
 from kvlease.pools.prefix_tails import TierCount
 from kvlease.pools.prefix_tree import PrefixTree
 
@@ -30,6 +30,7 @@ def check_tree(tree: PrefixTree) -> Holdings:
     slots = {tier: TierCount() for tier in TIERS}
     seen: dict[CacheTier, Counter[int]] = {tier: Counter() for tier in TIERS}
     seen_slots: dict[CacheTier, Counter[int]] = {tier: Counter() for tier in TIERS}
+    shares: dict[CacheTier, Counter[Home]] = {tier: Counter() for tier in TIERS}
     in_flight = 0
     edges = 0
     roots = [*tree.roots.values(), *tree.flushed]
@@ -54,6 +55,7 @@ def check_tree(tree: PrefixTree) -> Holdings:
                 pages[tier].total += len(copy.pages)
                 pages[tier].pinned += len(copy.pages) if node.pins else 0
                 seen[tier].update(copy.pages)
+                shares[tier][node.home] += len(copy.pages)
         for tail in node.tails.values():
             for tier in TIERS:
                 place = tail.copy(tier)
@@ -68,6 +70,8 @@ def check_tree(tree: PrefixTree) -> Holdings:
         "transfers are booked for copies that do not wait for them",
     )
     for tier in TIERS:
+        for home in {root.home for root in roots}:
+            _require(home.pages[tier] == shares[tier][home], "an identity's share is off")
         _require(pages[tier] == tree.counts[tier], f"{tier}: {pages[tier]} {tree.counts[tier]}")
         kept = tree.tails.counts[tier]
         _require(slots[tier] == kept, f"{tier} tails: {slots[tier]} counted as {kept}")
@@ -109,6 +113,8 @@ def _check_edge(tree: PrefixTree, node: Node) -> None:
     assert parent is not None, "a root is no edge"
     _require(count > 0 and len(node.tokens) == count * tree.page_bytes, "an edge's length is off")
     _require(len(node.chain) in (0, count), "an edge's hashes are off")
+    _require(node.keys == tree.keys(parent, node.tokens), "an edge's keys are off")
+    _require(node.home is parent.home, "an edge is of another identity than its parent")
     _require(parent.is_live or not node.is_live, "a live edge hangs below a flushed one")
     _require(
         parent.parent is None or parent.last_use >= node.last_use,

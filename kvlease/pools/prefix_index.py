@@ -15,6 +15,7 @@ from kvlease.pools.eviction_s3fifo import S3FifoOrder
 from kvlease.pools.prefix_check import Holdings, check_tree
 from kvlease.pools.prefix_evict import condemn, evict, flush, next_unstored
 from kvlease.pools.prefix_extend import extend
+from kvlease.pools.prefix_join import join_path
 from kvlease.pools.prefix_node import TIERS, CacheTier, Node, Pages, Released, Tail, no_pages
 from kvlease.pools.prefix_results import (
     Attached,
@@ -42,9 +43,12 @@ class PrefixIndex:
     """Prefixes of all cache identities over the device and host tiers. Not thread-safe.
 
     Every page id and slot given to it is either held or has been released exactly once.
+
+    Attributes:
+        tree: the edges, for those who look after one identity's part of them.
     """
 
-    __slots__ = ("_clock", "_needs_tail", "_tree")
+    __slots__ = ("_clock", "_needs_tail", "tree")
 
     def __init__(self, page_bytes: int, needs_tail: bool, policy: Policy = "lru") -> None:
         """Start empty.
@@ -56,7 +60,7 @@ class PrefixIndex:
         """
         if page_bytes <= 0 or page_bytes % 4:
             raise UsageError(f"page_bytes is {page_bytes}; give 4 times the tokens of a page")
-        self._tree = PrefixTree(page_bytes, {tier: _order(policy, tier) for tier in TIERS})
+        self.tree = PrefixTree(page_bytes, {tier: _order(policy, tier) for tier in TIERS})
         self._needs_tail = needs_tail
         self._clock = 0
 
@@ -77,7 +81,7 @@ class PrefixIndex:
         Complexity:
             one memory comparison of the prefix + O(edges); O(bytes) more where an edge is split.
         """
-        tree = self._tree
+        tree = self.tree
         self._clock = use = self._clock + 1
         size = tree.page_bytes
         stop = min(len(tokens) // size, limit_pages) * size
@@ -104,7 +108,7 @@ class PrefixIndex:
         end, use = (where.node, where.use) if isinstance(where, Cursor) else (where, where.last_use)
         node: Node | None = end
         while node is not None:
-            self._tree.pin(node)
+            self.tree.pin(node)
             node = node.parent
         return Cursor(end, use)
 
@@ -126,7 +130,7 @@ class PrefixIndex:
         released = Released()
         node = cursor.node
         cursor.move(None)
-        tree = self._tree
+        tree = self.tree
         root = node
         while root.parent is not None:
             root = root.parent
@@ -134,7 +138,7 @@ class PrefixIndex:
         tree.prune_root(root)
         if node.is_live and node.parent is not None:
             below = next(iter(node.children.values())) if len(node.children) == 1 else node
-            tree.join_path(below)
+            join_path(tree, below)
         return released
 
     def abandon(self, cursor: Cursor) -> Released:
@@ -155,9 +159,9 @@ class PrefixIndex:
         released = Released()
         target = edge_at(node, num_pages)
         if target.end > num_pages:
-            target = self._tree.split(target, num_pages - target.start)
+            target = self.tree.split(target, num_pages - target.start)
         cursor.move(target)
-        self._tree.unpin_path(node, target, released)
+        self.tree.unpin_path(node, target, released)
         return released
 
     def extend(self, cursor: Cursor, tokens_so_far: bytes, pages: Pages) -> Extended:
@@ -179,7 +183,7 @@ class PrefixIndex:
         Complexity:
             O(bytes of the pages, and of an edge that grows or is split).
         """
-        return extend(self._tree, cursor, tokens_so_far, pages)
+        return extend(self.tree, cursor, tokens_so_far, pages)
 
     def path_pages(self, cursor: Cursor) -> Pages:
         """Return the device page ids from the root to the cursor; -1 where the device has none."""
@@ -208,8 +212,8 @@ class PrefixIndex:
                 or the match's cursor was moved.
         """
         if isinstance(where, Match):
-            return attach_match(self._tree, where, pages, arrival)
-        attach(self._tree, [node.device for node in where], pages, arrival)
+            return attach_match(self.tree, where, pages, arrival)
+        attach(self.tree, [node.device for node in where], pages, arrival)
         return Attached(list(where), no_pages())
 
     def plan_store(self, where: Cursor | Sequence[Node], min_hits: int = 0) -> list[Node]:
@@ -238,7 +242,7 @@ class PrefixIndex:
         Raises:
             UsageError: the number of pages is wrong, or an edge is gone or has pages there.
         """
-        attach(self._tree, [node.host for node in nodes], pages, arrival)
+        attach(self.tree, [node.host for node in nodes], pages, arrival)
 
     def arrived(self, arrival: object) -> Released:
         """Note that a transfer has filled everything it was attached to.
@@ -246,7 +250,7 @@ class PrefixIndex:
         A transfer that fills nothing (any more) is fine. Returns what only waited for it: copies
         flushed meanwhile.
         """
-        return end_flight(self._tree, arrival)
+        return end_flight(self.tree, arrival)
 
     def lost(self, arrival: object, *, drop_host: bool = False) -> Released:
         """Note that a transfer failed: let go what it should have filled, even if pinned.
@@ -259,7 +263,7 @@ class PrefixIndex:
             arrival: the failed transfer.
             drop_host: the host copies that it read are bad too.
         """
-        return lose_flight(self._tree, arrival, drop_host=drop_host)
+        return lose_flight(self.tree, arrival, drop_host=drop_host)
 
     # Tails
 
@@ -278,26 +282,26 @@ class PrefixIndex:
         """
         if not self._needs_tail:
             raise UsageError("put_tail on an index without tails; make it with needs_tail=True")
-        return put_tail(self._tree, cursor, page_boundary, device_slot)
+        return put_tail(self.tree, cursor, page_boundary, device_slot)
 
     def attach_tail_device(self, tail: Tail, slot: int, arrival: object | None) -> None:
         """Give a tail on the host a device slot, filled by a transfer. Takes `slot`."""
-        attach_tail(self._tree, tail, "device", slot, arrival)
+        attach_tail(self.tree, tail, "device", slot, arrival)
 
     def attach_tail_host(self, tail: Tail, slot: int, arrival: object | None) -> None:
         """Give a tail on the device a host slot, filled by a transfer. Takes `slot`."""
-        attach_tail(self._tree, tail, "host", slot, arrival)
+        attach_tail(self.tree, tail, "host", slot, arrival)
 
     def pin_tail(self, tail: Tail) -> None:
         """Keep a tail's slots where they are, while a transfer or a restore reads them."""
-        self._tree.tails.pin(tail)
+        self.tree.tails.pin(tail)
 
     def unpin_tail(self, tail: Tail) -> Released:
         """End one `pin_tail`. Returns slots that only waited for it."""
-        self._tree.tails.unpin(tail)
+        self.tree.tails.unpin(tail)
         released = Released()
         if tail.node is not None:
-            self._tree.reconsider(tail.node, released)
+            self.tree.reconsider(tail.node, released)
         return released
 
     def drop_tail(self, tail: Tail) -> Released:
@@ -306,13 +310,13 @@ class PrefixIndex:
         Raises:
             UsageError: a transfer reads or fills it.
         """
-        return drop_tail(self._tree, tail)
+        return drop_tail(self.tree, tail)
 
     def evict_tails(self, num_tails: int, tier: CacheTier) -> Released:
         """Let up to `num_tails` idle slots of a tier go, least recently used first."""
         released = Released()
-        for node in self._tree.tails.evict(tier, num_tails, released):
-            self._tree.reconsider(node, released)
+        for node in self.tree.tails.evict(tier, num_tails, released):
+            self.tree.reconsider(node, released)
         return released
 
     # Eviction
@@ -329,18 +333,18 @@ class PrefixIndex:
         Complexity:
             O(log n) amortised for each edge; O(bytes) more for the one that is cut.
         """
-        return evict(self._tree, "device", num_pages, copied_only=not can_drop)
+        return evict(self.tree, "device", num_pages, copied_only=not can_drop)
 
     def evict_host(self, num_pages: int) -> Released:
         """Let up to `num_pages` host pages go; as `evict_device`."""
-        return evict(self._tree, "host", num_pages, copied_only=False)
+        return evict(self.tree, "host", num_pages, copied_only=False)
 
     def evictable_unstored(self, num_pages: int) -> list[Node]:
         """List the edges without a host copy among the next `num_pages` device evictions.
 
         A write-back cache stores these first. Edges are cut so that no page beyond is listed.
         """
-        return next_unstored(self._tree, num_pages)
+        return next_unstored(self.tree, num_pages)
 
     def clear(self, identity: bytes | None = None) -> Released:
         """Flush one identity or all: unpinned entries go, pinned ones become unreachable.
@@ -348,22 +352,22 @@ class PrefixIndex:
         What is pinned or in flight is released later, by the call that ends the pin or the
         transfer. O(edges).
         """
-        return flush(self._tree, identity)
+        return flush(self.tree, identity)
 
     def condemn(self, cursor: Cursor, number: int) -> Released:
         """Flush one page of a cursor's path, by its number, and everything below it.
 
         For a page whose bytes are wrong: nothing computed from it is right. As `clear` otherwise.
         """
-        return condemn(self._tree, cursor.node, number)
+        return condemn(self.tree, cursor.node, number)
 
     # Accounts
 
     def statistics(self) -> IndexStatistics:
         """Return the counts of this moment; O(1)."""
-        pages, tails = self._tree.counts, self._tree.tails.counts
+        pages, tails = self.tree.counts, self.tree.tails.counts
         return IndexStatistics(
-            num_nodes=self._tree.num_nodes,
+            num_nodes=self.tree.num_nodes,
             device_pages=pages["device"].total,
             device_pages_pinned=pages["device"].pinned,
             host_pages=pages["host"].total,
@@ -380,4 +384,4 @@ class PrefixIndex:
         Raises:
             LedgerImbalance: a count is off or a structural rule is broken.
         """
-        return check_tree(self._tree)
+        return check_tree(self.tree)

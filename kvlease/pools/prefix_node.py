@@ -108,6 +108,23 @@ class Tail:
 
 
 @final
+class Home:
+    """One identity's share of the pages: whose they are, and how many on each tier.
+
+    Attributes:
+        identity: the root's key.
+        pages: pages held, pinned and unreachable ones included.
+    """
+
+    __slots__ = ("identity", "pages")
+
+    def __init__(self, identity: bytes) -> None:
+        """Start without pages."""
+        self.identity = identity
+        self.pages: dict[CacheTier, int] = {"device": 0, "host": 0}
+
+
+@final
 class Node:
     """One edge of the tree: a run of pages that is cached, pinned and evicted alike.
 
@@ -128,6 +145,8 @@ class Node:
         last_use: use number of the last request that matched or extended through the edge.
         hits: how many requests found the edge already there.
         is_live: False once flushed or removed: no new request can reach it.
+        home: the share of the whole that its identity's prefixes have.
+        keys: chained key of each page, 16 bytes each, where the tree is keyed; empty otherwise.
         chain: for policies that remember what they evicted: a hash of the whole prefix for each
             page of the edge; empty otherwise.
     """
@@ -139,9 +158,11 @@ class Node:
         "device",
         "end",
         "hits",
+        "home",
         "host",
         "is_live",
         "key",
+        "keys",
         "last_use",
         "parent",
         "pins",
@@ -149,8 +170,10 @@ class Node:
         "tokens",
     )
 
-    def __init__(self, tokens: bytes, end: int, last_use: int) -> None:
+    def __init__(self, tokens: bytes, end: int, last_use: int, home: Home) -> None:
         """Start unlinked and without pages; made by the index only."""
+        self.home = home
+        self.keys = b""
         self.tokens = tokens
         self.parent: Node | None = None
         self.key = b""
@@ -195,7 +218,7 @@ class Node:
         return self.host if tier == "device" else self.device
 
 
-GONE = Node(b"", 0, 0)
+GONE = Node(b"", 0, 0, Home(b""))
 """Stands for no edge; removed edges and tails point to its empty copies, which keeps them free of
 reference cycles, so that their memory goes at once even where the collector is off."""
 GONE_TAIL = Tail(GONE, 0, 0)

@@ -70,6 +70,8 @@ def end_flight(tree: PrefixTree, arrival: object) -> Released:
     copies = tree.flights.pop(arrival, [])
     for copy in copies:
         copy.arrival = None
+        if isinstance(copy, EdgeCopy):
+            tree.tell("restored" if copy.tier == "device" else "stored", copy, copy.node.keys)
     for copy in copies:
         _reconsider(tree, copy, released)
     return released

@@ -5,8 +5,7 @@ eviction orders cannot disagree with the edges. It knows nothing of requests or 
 meaning; it never allocates or frees a page.
 """
 
-from array import array
-from typing import final
+from typing import Protocol, final
 
 from kvlease.errors import UsageError
 from kvlease.pools.eviction import EvictionOrder
@@ -15,6 +14,7 @@ from kvlease.pools.prefix_node import (
     TIERS,
     CacheTier,
     EdgeCopy,
+    Home,
     Node,
     Pages,
     Released,
@@ -22,10 +22,21 @@ from kvlease.pools.prefix_node import (
     TailCopy,
 )
 from kvlease.pools.prefix_tails import TailStore, TierCount, move_tails
+from kvlease.protocols.identity import page_hash
+from kvlease.protocols.rpc import Change
 
 KEY_BYTES = 16
 """Children are found by the last tokens of their first page: hashing a whole page costs more than
 the rest of a match. Children that agree there are keyed by the whole page instead."""
+PAGE_KEY_BYTES = 16
+
+
+class CacheObserver(Protocol):
+    """Hears of pages that came to a tier or left it, by the keys of their prefixes."""
+
+    def __call__(self, change: Change, tier: CacheTier, identity: bytes, keys: bytes, /) -> None:
+        """Take note; `keys` has 16 bytes for each page."""
+        ...
 
 
 @final
@@ -39,6 +50,7 @@ class PrefixTree:
         flushed: roots that were flushed and still hold something pinned or in flight.
         counts: pages held on each tier.
         flights: what each unfinished transfer fills.
+        observer: hears of pages that come and go, if set before the first page comes.
         num_nodes: edges, reachable or not, without roots.
     """
 
@@ -49,6 +61,7 @@ class PrefixTree:
         "flushed",
         "key_bytes",
         "num_nodes",
+        "observer",
         "orders",
         "page_bytes",
         "roots",
@@ -66,6 +79,7 @@ class PrefixTree:
         self.flights: dict[object, list[EdgeCopy | TailCopy]] = {}
         self.tails = TailStore()
         self.num_nodes = 0
+        self.observer: CacheObserver | None = None
         self._num_hidden = 0
 
     # Finding
@@ -105,15 +119,16 @@ class PrefixTree:
         """Return the root of an identity, made if need be."""
         root = self.roots.get(identity)
         if root is None:
-            root = self.roots[identity] = Node(b"", 0, 0)
-            root.key = identity
+            root = self.roots[identity] = Node(b"", 0, 0, Home(identity))
+            root.key = root.keys = identity
         return root
 
     def add_child(self, parent: Node, tokens: bytes, last_use: int) -> Node:
         """Add an edge without pages below `parent`."""
         end = parent.end + len(tokens) // self.page_bytes
-        node = Node(tokens, end, last_use)
+        node = Node(tokens, end, last_use, parent.home)
         node.is_live = parent.is_live
+        node.keys = self.keys(parent, tokens)
         node.chain = self.orders["device"].chain(parent, tokens, self.page_bytes)
         self._link(parent, node)
         self.num_nodes += 1
@@ -128,7 +143,9 @@ class PrefixTree:
         if parent is None or not 0 < num_pages < node.num_pages:
             raise UsageError("an edge can be split only between its pages")
         cut = num_pages * self.page_bytes
-        upper = Node(node.tokens[:cut], parent.end + num_pages, node.last_use)
+        upper = Node(node.tokens[:cut], parent.end + num_pages, node.last_use, node.home)
+        cut_keys = num_pages * PAGE_KEY_BYTES
+        upper.keys, node.keys = node.keys[:cut_keys], node.keys[cut_keys:]
         upper.parent, upper.key = parent, node.key
         upper.pins, upper.hits, upper.is_live = node.pins, node.hits, node.is_live
         upper.chain, node.chain = node.chain[:num_pages], node.chain[num_pages:]
@@ -161,25 +178,6 @@ class PrefixTree:
         node.key = node.tokens[: self.page_bytes] + self._num_hidden.to_bytes(8, "big")
         parent.children[node.key] = node
 
-    def join_path(self, bottom: Node) -> None:
-        """Join single-child edges that are cached, pinned and used alike, from `bottom` up.
-
-        The lowest edge of each run absorbs the others; no cursor ends at those, since pins are
-        equal. O(path + bytes of the runs).
-        """
-        run = [bottom]
-        node = bottom
-        while (parent := node.parent) is not None and parent.parent is not None:
-            if self._may_join(parent, node):
-                run.append(parent)
-            else:
-                if len(run) > 1:
-                    self._join(run)
-                run = [parent]
-            node = parent
-        if len(run) > 1:
-            self._join(run)
-
     def settle(self, node: Node, released: Released) -> None:
         """Let go what `node` can no longer justify, and remove it and its parents if now empty.
 
@@ -206,7 +204,7 @@ class PrefixTree:
             if self.roots.get(root.key) is root:
                 del self.roots[root.key]
             self.flushed.pop(root, None)
-            _retire(root)
+            retire(root)
 
     # Pins
 
@@ -240,8 +238,11 @@ class PrefixTree:
             self.flights.setdefault(arrival, []).append(copy)
         count = self.counts[copy.tier]
         count.total += len(pages)
+        node.home.pages[copy.tier] += len(pages)
         if node.pins:
             count.pinned += len(pages)
+        if arrival is None:
+            self.tell("sealed", copy, node.keys)
         if node.parent is not None:
             node.parent.copy(copy.tier).below += 1
         self.orders[copy.tier].placed(node)
@@ -254,6 +255,10 @@ class PrefixTree:
             raise UsageError("only a leaf with a copy on the device alone can grow")
         order = self.orders["device"]
         node.chain.extend(order.chain(node, tokens, self.page_bytes))
+        keys = self.keys(node, tokens)
+        node.keys += keys
+        self.tell("sealed", copy, keys)
+        node.home.pages["device"] += len(pages)
         node.tokens += tokens
         node.end += len(pages)
         copy.pages.extend(pages)
@@ -269,6 +274,9 @@ class PrefixTree:
         if pages is None:
             return
         self.orders[copy.tier].dropped(node)
+        node.home.pages[copy.tier] -= len(pages)
+        if copy.arrival is None:
+            self.tell("evicted", copy, node.keys)
         pages.reverse()
         released.pages(copy.tier).extend(pages)
         copy.pages = copy.arrival = None
@@ -308,6 +316,23 @@ class PrefixTree:
         else:
             self.settle(node, released)
 
+    # Keys
+
+    def tell(self, change: Change, copy: EdgeCopy, keys: bytes) -> None:
+        """Tell the observer, if there is one, what became of pages."""
+        if self.observer is not None:
+            self.observer(change, copy.tier, copy.node.home.identity, keys)
+
+    def keys(self, above: Node, tokens: bytes) -> bytes:
+        """Chain the keys of pages that follow `above`; nothing where nobody would hear of them."""
+        if self.observer is None:
+            return b""
+        size, key, keys = self.page_bytes, above.keys[-PAGE_KEY_BYTES:], list[bytes]()
+        for start in range(0, len(tokens), size):
+            key = page_hash(key, tokens[start : start + size])
+            keys.append(key)
+        return b"".join(keys)
+
     # Inside
 
     def _count_pinned(self, node: Node, sign: int) -> None:
@@ -328,64 +353,11 @@ class PrefixTree:
         del parent.children[node.key]
         if len(node.key) != self.key_bytes:
             parent.crowded -= 1
-        _retire(node)
+        retire(node)
         self.num_nodes -= 1
 
-    def _may_join(self, upper: Node, lower: Node) -> bool:
-        return (
-            len(upper.children) == 1
-            and upper.pins == lower.pins
-            and upper.last_use == lower.last_use
-            and upper.is_live
-            and lower.is_live
-            and upper.is_settled
-            and lower.is_settled
-            and (upper.device.pages is None) == (lower.device.pages is None)
-            and (upper.host.pages is None) == (lower.host.pages is None)
-            and all(order.may_join(upper, lower) for order in self.orders.values())
-        )
 
-    def _join(self, run: list[Node]) -> None:
-        """Let ``run[0]`` absorb the edges above it, given from the bottom up."""
-        lower, top = run[0], run[-1]
-        parent = top.parent
-        assert parent is not None, "a root is never joined"
-        for upper in run[1:]:
-            for order in self.orders.values():
-                order.joined(upper, lower)
-            lower.hits = max(lower.hits, upper.hits)
-        shift = lower.start - parent.end
-        for tail in lower.tails.values():
-            tail.offset += shift
-        lower.tails = {tail.offset: tail for tail in lower.tails.values()}
-        for upper in run[1:]:
-            base = upper.start - parent.end
-            for tail in upper.tails.values():
-                tail.node, tail.offset = lower, tail.offset + base
-                lower.tails[tail.offset] = tail
-        downward = run[::-1]
-        lower.tokens = b"".join([node.tokens for node in downward])
-        for tier in TIERS:
-            if lower.copy(tier).pages is not None:
-                lower.copy(tier).pages = _concatenate([node.copy(tier).pages for node in downward])
-        lower.chain = _concatenate([node.chain for node in downward])
-        parent.children[top.key] = lower
-        lower.parent, lower.key = parent, top.key
-        for upper in run[1:]:
-            _retire(upper)
-        self.num_nodes -= len(run) - 1
-
-
-def _concatenate(parts: "list[array[int] | None]") -> "array[int]":
-    whole = parts[0]
-    assert whole is not None, "joined edges have their copies on the same tiers"
-    for part in parts[1:]:
-        assert part is not None, "joined edges have their copies on the same tiers"
-        whole.extend(part)
-    return whole
-
-
-def _retire(node: Node) -> None:
+def retire(node: Node) -> None:
     """Make a removed edge recognisable to whoever still refers to it."""
     node.parent = None
     node.is_live = False

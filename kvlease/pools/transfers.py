@@ -101,6 +101,67 @@ class Transfers:
         rings = (memory.rings, slot)
         return resume_orders(memory.schema, planned.id, "load", kept, rings, boundary)
 
+    def plan_prefetch(self, match: Match) -> PlannedTransfer | None:
+        """Plan what a matched prefix needs to be whole on the device, for nobody in particular.
+
+        As `plan_load`, but the kept tail goes to a slot of its own. There has to be room. Returns
+        None when everything is there or on its way; raises PagesUnavailable when pages are short.
+        """
+        memory, tail = self._memory, match.tail
+        wants_tail = tail is not None and tail.device.slot is None
+        if not (match.host_pages or wants_tail):
+            return None
+        pages = memory.device.acquire(match.host_pages)
+        planned = self._blank("load", (match.cursor,), 0)
+        source = array("i", chain.from_iterable(n.host.pages or () for n in match.to_load))
+        orders: list[Iterator[CopyOrder]] = []
+        if pages:
+            self._index.attach_device(match, pages, planned)
+            memory.device.seal(pages)
+            if memory.sums is not None:
+                memory.sums.copied("host", zip(source, pages, strict=True))
+            ends = (index_tensor(source), index_tensor(pages))
+            if memory.poison:
+                memory.spans.poison_pages(ends[1])
+            stores = (memory.host_spans, memory.spans)
+            orders.append(span_orders(memory.schema, planned.id, "load", stores, ends))
+        if wants_tail and tail is not None:
+            orders.extend(self._lift_tail(planned, tail))
+        planned.source, planned.destination = source, pages
+        return self._enter(planned, orders)
+
+    def _lift_tail(self, planned: PlannedTransfer, tail: Tail) -> list[Iterator[CopyOrder]]:
+        """Orders that copy a kept tail from the host, if the device has a slot for it."""
+        memory, slots, source = self._memory, self._memory.device_tail_slots, tail.host.slot
+        self._index.pin_tail(tail)
+        slots.reclaim()
+        if not slots.available:
+            memory.evict(self._index.evict_tails(1, "device"), "device")
+        if not slots.available or source is None:
+            memory.take_back(self._index.unpin_tail(tail))
+            return []
+        target = slots.acquire(1)
+        slots.seal(target)
+        self._index.attach_tail_device(tail, target[0], planned)
+        if memory.sums is not None:
+            memory.sums.tails_copied("host", [(source, target[0])])
+        planned.tails = (tail,)
+        stores, ends = (
+            (memory.host_tails, memory.tails),
+            (index_tensor([source]), index_tensor(target)),
+        )
+        return [tail_orders(memory.schema, planned.id, "load", stores, ends)]
+
+    def plan_copy(self, match: Match) -> PlannedTransfer | None:
+        """Plan the copy to the host of what a matched prefix has on the device alone.
+
+        Returns None when there is nothing; raises PagesUnavailable when the host has no room.
+        """
+        tails = [] if match.tail is None else [match.tail]
+        nodes = self._index.plan_store(match.cursor)
+        self._host_room(sum(node.num_pages for node in nodes))
+        return self._store(self._index.plan_store(match.cursor), (match.cursor,), tails)
+
     def plan_store(
         self, held: Held, request: int, min_hits: int = 0, tails: Sequence[Tail] = ()
     ) -> PlannedTransfer | None:

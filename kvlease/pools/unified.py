@@ -6,24 +6,26 @@ in the same call (R14).
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import final
 
 from kvlease.errors import LeaseMoved, LedgerImbalance
 from kvlease.pools import accounts
 from kvlease.pools.audit import Audit
+from kvlease.pools.controls import CacheControls
 from kvlease.pools.copies import index_tensor, keep_tails
-from kvlease.pools.held import Held, PlannedTransfer, Reader
+from kvlease.pools.held import Held, PlannedTransfer
 from kvlease.pools.memory import Memory, PoolSizes
 from kvlease.pools.page_book import Blocker, Ledger
 from kvlease.pools.prefix_index import PrefixIndex
 from kvlease.pools.prefix_node import Tail
 from kvlease.pools.prefix_results import Cursor, Match
+from kvlease.pools.readers import OnClose, Readers
 from kvlease.pools.step_views import SharedSource, StepSource, StepTables
 from kvlease.pools.transfers import Transfers
 from kvlease.protocols.config import Device, Eviction
-from kvlease.protocols.event_base import EventSink, Opening
+from kvlease.protocols.event_base import EventSink
 from kvlease.protocols.event_pages import (
     LeaseClose,
     LeaseMove,
@@ -32,8 +34,7 @@ from kvlease.protocols.event_pages import (
     PageSeal,
 )
 from kvlease.protocols.ownership import Lease, SequenceLease, Shared, StepLease
-from kvlease.protocols.ports import Completion
-from kvlease.protocols.readiness import GateObserver, Openings, PendingTransfer, Readiness
+from kvlease.protocols.readiness import GateObserver, Openings
 from kvlease.protocols.schema import Schema
 from kvlease.protocols.views import EpochCell
 from kvlease.units import NO_STEP, LayerId, LeaseId, StepId
@@ -70,7 +71,8 @@ class UnifiedPool:
         self._sink = sink
         self._observer = observer
         self._last_lease = 0
-        self._readers: list[Reader] = []
+        self.controls = CacheControls(self.memory, self.index, self.transfers)
+        self.readers = Readers(self.memory, self.index, sink, observer, self._lease_id)
 
     def _lease_id(self) -> LeaseId:
         self._last_lease += 1
@@ -180,7 +182,7 @@ class UnifiedPool:
         self,
         root: bytes,
         tokens: bytes,
-        on_close: Callable[[Completion | None], None] | None = None,
+        on_close: OnClose | None = None,
     ) -> Lease[Shared]:
         """Lease the cached pages of a prefix that are on the device or on their way there.
 
@@ -189,37 +191,7 @@ class UnifiedPool:
         it may hold no page at all. It ends where a request could resume, at a kept tail.
         ``on_close`` hears of the end, with the last use, once the lease has been given back.
         """
-        match = self.index.match(root, tokens, len(tokens) // (4 * self.schema.page_tokens))
-        pages = array("i")
-        for page in match.pages:
-            if page < 0:
-                break
-            pages.append(page)
-        lease_id = self._lease_id()
-        pending: list[tuple[LeaseId, PendingTransfer]] = []
-        for arrival in match.arrivals:
-            assert isinstance(arrival, PlannedTransfer), "only the planner attaches arrivals"
-            assert arrival.carrier is not None, (
-                "a transfer is handed over in the call that plans it"
-            )
-            pending.append((lease_id, arrival.carrier))
-        reader, openings = Reader(lease_id, match), self._openings()
-        self._readers.append(reader)
-
-        def give_back(last_use: Completion | None) -> None:
-            reader.is_open, reader.last_use = False, last_use
-            if self._sink.audit:
-                opens = [Opening(lease_id, *run) for run in openings.runs]
-                self._sink.emit(LeaseClose(lease=lease_id, opens=opens))
-            self._see_readers_off()
-            if on_close is not None:
-                on_close(last_use)
-
-        if self._sink.audit:
-            runs = self.memory.device.runs(pages)
-            self._sink.emit(LeaseOpen(lease=lease_id, mode="shared", pages=runs))
-        readiness = Readiness(self.schema.num_layers, pending, self._observer)
-        return Lease(lease_id, pages, self, readiness, openings, give_back)
+        return self.readers.lease(self, root, tokens, on_close)
 
     def _openings(self) -> Openings:
         return Openings(lambda: self._sink.seq)
@@ -235,15 +207,8 @@ class UnifiedPool:
 
     def reclaim(self) -> None:
         """Free what has left quarantine, and unpin what readers are done with (R6)."""
-        self._see_readers_off()
+        self.readers.see_off()
         self.memory.reclaim()
-
-    def _see_readers_off(self) -> None:
-        over = [reader for reader in self._readers if reader.is_settled]
-        if over:
-            self._readers = [reader for reader in self._readers if not reader.is_settled]
-            for reader in over:
-                self.drop(reader.match)
 
     def lost(self, planned: PlannedTransfer, reason: str, steps: Sequence[Blocker]) -> None:
         """End a transfer that brought nothing; as `Transfers.lost`.
@@ -251,7 +216,7 @@ class UnifiedPool:
         Layers of it that had arrived may be open in leases beside the scheduler, so its pages stay
         in quarantine until those readers are done too (R6).
         """
-        readers = [reader for reader in self._readers if planned in reader.match.arrivals]
+        readers = self.readers.of(planned)
         self.transfers.lost(planned, reason, (*steps, *readers))
 
     # -- sealing and tails ---------------------------------------------------------------------
@@ -373,6 +338,7 @@ class UnifiedPool:
 
     def flush(self) -> None:
         """Forget everything cached; what is pinned or in flight follows when its holders end."""
+        self.controls.unpin_all()
         self.memory.take_back(self.index.clear())
 
     def condemn(self, cursor: Cursor, number: int) -> None:
@@ -393,7 +359,7 @@ class UnifiedPool:
         ``held`` are all running sequences, ``tail_slots`` those taken for steps under way.
         """
         accounts.check(self.memory, self.index, held, tail_slots)
-        if not (held or self._readers or self.transfers.unsettled):
+        if not (held or self.readers or self.controls.pins or self.transfers.unsettled):
             counts = self.index.statistics()
             pinned = counts.device_pages_pinned + counts.host_pages_pinned
             if pinned:

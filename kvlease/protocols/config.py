@@ -33,7 +33,8 @@ class EngineConfig:
     run; ``digests`` hashes each sampled row of logits; ``log_prompts`` writes prompts into the
     event log, so that it can be run again; ``poison`` fills unwritten memory with NaN bytes, for
     tests; ``audit_rate`` is the share of cached pages that are summed when they seal and compared
-    when they are read, 0 to 1. Raises ConfigError.
+    when they are read, 0 to 1; ``cache_events`` is how many changes of cached pages are kept for
+    those who follow them, for each tenant (0: none, and pages get no keys). Raises ConfigError.
     """
 
     device: Device = "cpu"
@@ -63,6 +64,7 @@ class EngineConfig:
     tenant_salt: bytes = b""
     poison: bool = False
     audit_rate: float = 0.0
+    cache_events: int = 0
 
     def __attrs_post_init__(self) -> None:
         """Refuse values that cannot work, naming the field."""
@@ -70,6 +72,8 @@ class EngineConfig:
             value: int = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name} is {value}; give a number of 1 or more")
+        if self.cache_events < 0:
+            raise ConfigError(f"cache_events is {self.cache_events}; give 0 (none kept) or more")
         if self.host_pages < 0:
             raise ConfigError(f"host_pages is {self.host_pages}; give 0 (no host tier) or more")
         for name in ("device_pages", "host_pages"):

@@ -11,6 +11,8 @@ from typing import final
 
 from attrs import evolve
 
+from kvlease.pools.cache_feed import CacheFeed
+from kvlease.pools.controls import Quota
 from kvlease.pools.held import PlannedTransfer
 from kvlease.pools.unified import UnifiedPool
 from kvlease.protocols.config import EngineConfig
@@ -22,7 +24,8 @@ from kvlease.runtime.counters import Counters
 from kvlease.runtime.estimates import Estimates
 from kvlease.runtime.loader import submit
 from kvlease.runtime.mailbox import Mailbox
-from kvlease.runtime.messages import StepKind, StepOrder
+from kvlease.runtime.messages import PrefetchResult, StepKind, StepOrder
+from kvlease.runtime.replies import Reply
 from kvlease.runtime.sequence import Phase, Sequence
 from kvlease.runtime.stalls import StallBook
 from kvlease.runtime.transfer import Transfer
@@ -71,6 +74,15 @@ class EngineCore:
         self.loader: Mailbox[Transfer] | None = None
         self._last_step = 0
         self._roots: dict[bytes, bytes] = {}
+        self.quotas: dict[bytes, Quota] = {}
+        """By salt: what tenants may keep cached."""
+        self.prefetches: dict[PlannedTransfer, tuple[Reply[PrefetchResult], PrefetchResult]] = {}
+        """Transfers that somebody waits for, with what he is told when they are done."""
+        self.feed: CacheFeed | None = None
+        if config.cache_events:
+            self.feed = CacheFeed(config.cache_events)
+            pool.index.tree.observer = self.feed
+            self.feed.follow(self.root, identity.tenant_salt)
 
     def root_of(self, salt: bytes) -> bytes:
         """Return the prefix tree of a tenant's salt under the present weights (R10)."""
@@ -79,13 +91,15 @@ class EngineCore:
             if len(self._roots) >= MAX_ROOTS:
                 self._roots.clear()
             root = self._roots[salt] = evolve(self.identity, tenant_salt=salt).root()
+            if self.feed is not None:
+                self.feed.follow(root, salt)
         return root
 
     def renew(self, weights_version: int) -> None:
         """Take other weights: from now on every tenant has a prefix tree of its own anew."""
         self.identity = evolve(self.identity, weights_version=weights_version)
-        self.root = self.identity.root()
         self._roots.clear()
+        self.root = self.root_of(self.identity.tenant_salt)
 
     @property
     def schema(self) -> Schema:

@@ -22,6 +22,7 @@ from kvlease.protocols.config import EngineConfig, SamplingParams
 from kvlease.protocols.ownership import Lease, Shared
 from kvlease.protocols.ports import Completion, ModelRunner
 from kvlease.runtime.assembly import Assembly, EnginePorts, assemble, run_services
+from kvlease.runtime.cache_control import CacheControl
 from kvlease.runtime.completions import CompletionBase
 from kvlease.runtime.core import EngineCore
 from kvlease.runtime.counters import Statistics
@@ -100,6 +101,8 @@ class Engine:
         self._assembly = assembly
         self._core: EngineCore = assembly.core
         self._last_request = 0
+        self.cache = CacheControl(assembly.core, assembly.scheduler)
+        """Prefetch, pin, evict, quotas, and what happens to cached pages."""
 
     @property
     def config(self) -> EngineConfig:

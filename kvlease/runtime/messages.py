@@ -8,14 +8,41 @@ from typing import Literal, TypeAlias
 
 from attrs import define, frozen
 
+from kvlease.pools.controls import Quota
 from kvlease.protocols.ownership import StepLease
 from kvlease.protocols.ports import SampledToken, StepInput
+from kvlease.protocols.rpc import CacheTier
 from kvlease.runtime.replies import Reply
 from kvlease.runtime.request import Request
 from kvlease.runtime.sequence import Sequence
 from kvlease.runtime.transfer import Transfer
 
 StepKind: TypeAlias = Literal["prefill", "decode"]
+
+
+@frozen
+class PrefetchResult:
+    """Tokens of the prompt that are on the tier now, and how many of them were moved for it."""
+
+    tokens: int
+    moved_tokens: int
+
+
+@frozen
+class PinResult:
+    """A pin's number, and how many of the prompt's tokens it holds."""
+
+    pin: int
+    tokens: int
+
+
+@frozen
+class EvictResult:
+    """Pages let go by tier, and copies that stay because somebody uses them."""
+
+    device_pages: int
+    host_pages: int
+    kept_pages: int
 
 
 @frozen
@@ -37,6 +64,58 @@ class Flush:
     """Forget everything cached: the weights changed. ``done`` is answered when it has happened."""
 
     done: Reply[None]
+
+
+@frozen
+class Prefetch:
+    """Bring what is cached of a prompt to a tier; answered when it is there."""
+
+    salt: bytes
+    prompt: bytes
+    tier: CacheTier
+    done: Reply[PrefetchResult]
+
+
+@frozen
+class PinPrefix:
+    """Keep what is cached of a prompt for so many seconds."""
+
+    salt: bytes
+    prompt: bytes
+    seconds: float
+    done: Reply[PinResult]
+
+
+@frozen
+class Unpin:
+    """End a tenant's pin; answered with whether there was such a pin."""
+
+    salt: bytes
+    pin: int
+    done: Reply[bool]
+
+
+@frozen
+class EvictPrefix:
+    """Let idle pages go whose prefix begins with these tokens."""
+
+    salt: bytes
+    prefix: bytes
+    tier: CacheTier | None
+    done: Reply[EvictResult]
+
+
+@frozen
+class SetQuota:
+    """Bound what a tenant may keep cached, from now on."""
+
+    salt: bytes
+    quota: Quota
+    done: Reply[None]
+
+
+CacheMessage: TypeAlias = Prefetch | PinPrefix | Unpin | EvictPrefix | SetQuota
+"""What users ask of the cache itself."""
 
 
 @frozen
@@ -106,5 +185,12 @@ class TransferSettled:
 
 
 SchedulerMessage: TypeAlias = (
-    Submit | Cancel | Flush | PagesGivenBack | StepEnded | TransferEnded | TransferSettled
+    Submit
+    | Cancel
+    | Flush
+    | PagesGivenBack
+    | StepEnded
+    | TransferEnded
+    | TransferSettled
+    | CacheMessage
 )

@@ -25,6 +25,7 @@ from kvlease.protocols.events import RequestCancelled
 from kvlease.runtime.actor import Actor, Inbox
 from kvlease.runtime.admission import Admission
 from kvlease.runtime.batching import Batching
+from kvlease.runtime.cache_duties import CacheDuties
 from kvlease.runtime.completions import BAD_STATES
 from kvlease.runtime.core import EngineCore
 from kvlease.runtime.endings import end_request
@@ -65,6 +66,7 @@ class Scheduler(Actor[SchedulerMessage]):
         self._admission = Admission(core)
         self._batching = Batching(core)
         self._settlement = Settlement(core)
+        self._duties = CacheDuties(core)
         self._by_request: dict[RequestId, Sequence] = {
             seq.request.id: seq for seq in (*core.waiting, *core.running)
         }
@@ -98,6 +100,7 @@ class Scheduler(Actor[SchedulerMessage]):
                 self.apply(message)
             self._apply_unread()
             self._expire()
+            self._duties.tidy()
             self.plan()
         except (UsageError, InternalError, AssertionError):
             raise
@@ -135,8 +138,11 @@ class Scheduler(Actor[SchedulerMessage]):
                     self._has_ended(seq.request.id)
             case TransferEnded():
                 self._settlement.transfer_ended(message.transfer)
+                self._duties.transfer_ended(message.transfer)
             case TransferSettled():
                 self._settlement.transfer_settled(message.transfer)
+            case _:
+                self._duties.apply(message)
 
     def _submit(self, request: Request) -> None:
         core = self._core
@@ -170,9 +176,10 @@ class Scheduler(Actor[SchedulerMessage]):
     def _until_deadline(self) -> float:
         while self._deadlines and self._has_ended(self._deadlines[0][1]):
             heapq.heappop(self._deadlines)
-        if not self._deadlines:
-            return math.inf
-        return max(0.0, self._deadlines[0][0] - self._core.clock.now())
+        next_s = self._duties.next_expiry_s
+        if self._deadlines:
+            next_s = min(next_s, self._deadlines[0][0])
+        return max(0.0, next_s - self._core.clock.now())
 
     def _has_ended(self, request: RequestId) -> bool:
         seq = self._by_request.get(request)

@@ -87,7 +87,7 @@ async def test_an_engines_salt_reaches_its_index() -> None:
         async with open_engine(toy_model(), toy_config(tenant_salt=salt)) as engine:
             await answer(engine, prompt_of(1, 40), PARAMS)
             roots.append(engine._core.root)
-            assert list(engine._core.pool.index._tree.roots) == [roots[-1]]
+            assert list(engine._core.pool.index.tree.roots) == [roots[-1]]
     assert len(set(roots)) == 3
     assert roots[1] == roots[3]
 

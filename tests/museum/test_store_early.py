@@ -44,7 +44,7 @@ PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
 
 def edges(engine: Engine) -> list[Node]:
     """List every edge of the engine's index."""
-    nodes = [*engine._core.pool.index._tree.roots.values()]
+    nodes = [*engine._core.pool.index.tree.roots.values()]
     for node in nodes:
         nodes.extend(node.children.values())
     return nodes

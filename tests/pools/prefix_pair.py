@@ -4,12 +4,14 @@ Also the account of everything given: each page id and slot is held or was relea
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvlease.pools.prefix_index import Policy, PrefixIndex
 from kvlease.pools.prefix_node import TIERS, CacheTier, Node, Pages, Released, Tail
 from kvlease.pools.prefix_results import Cursor, Match
+from kvlease.protocols.rpc import Change
 from tests.pools.naive_index import Key, NaiveCursor, NaiveIndex, NaiveMatch, NaivePage, NaiveTail
 
 PAGE_BYTES = 32
@@ -43,10 +45,18 @@ class Pair:
         self.index = PrefixIndex(PAGE_BYTES, needs_tail, policy)
         self.twin = NaiveIndex(PAGE_BYTES, needs_tail)
         self.by_use = policy == "lru"
+        self.index.tree.observer = self.hear
+        self.told: Counter[CacheTier] = Counter()
         self.held: dict[tuple[str, CacheTier], set[int]] = {}
         self.given = 0
 
     # Accounts
+
+    def hear(self, change: Change, tier: CacheTier, identity: bytes, keys: bytes) -> None:
+        """Count what the index tells of pages that came and went."""
+        assert identity in self.twin.flushes
+        assert len(keys) % 16 == 0
+        self.told[tier] += (-1 if change == "evicted" else 1) * len(keys) // 16
 
     def give(self, kind: str, tier: CacheTier, count: int) -> Pages:
         names = array("i", range(self.given, self.given + count))
@@ -173,7 +183,7 @@ class Pair:
 
     def nodes(self) -> list[tuple[Key, Node]]:
         """List the index's edges with the key of each one's end, flushed ones as they are."""
-        tree = self.index._tree
+        tree = self.index.tree
         todo = [((name, self.twin.flushes[name], b""), root) for name, root in tree.roots.items()]
         found: list[tuple[Key, Node]] = []
         for key, node in todo:
@@ -236,4 +246,5 @@ class Pair:
             names = ("pages", "pages_pinned", "tails", "tails_pinned")
             assert tuple(getattr(counts, f"{tier}_{name}") for name in names) == expected
             assert len(held) == len(self.held.get(("page", tier), ()))
+            assert self.told[tier] == sum(page.copy(tier).arrival is None for page in held)
             assert len(kept) == len(self.held.get(("tail", tier), ()))

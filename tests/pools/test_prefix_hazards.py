@@ -379,7 +379,7 @@ def test_check_notices_a_wrong_count() -> None:
     index = PrefixIndex(PAGE_BYTES, needs_tail=False)
     cursor = index.match(b"a", b"", 0).cursor
     index.extend(cursor, tokens_of([0]), array("i", [5]))
-    index._tree.counts["device"].total += 1
+    index.tree.counts["device"].total += 1
     with pytest.raises(LedgerImbalance):
         index.check()
 

@@ -189,7 +189,7 @@ class PrefixMachine(RuleBasedStateMachine):
             self.unpin_tail(0)
         self.pair.clear(None)
         assert not any(self.pair.held.values()), "a page or slot was leaked"
-        assert not self.pair.index._tree.flushed, "a flushed root outlived its last user"
+        assert not self.pair.index.tree.flushed, "a flushed root outlived its last user"
         assert self.pair.index.statistics().num_nodes == 0
 
 
