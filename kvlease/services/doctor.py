@@ -23,13 +23,24 @@ PROBE_TIMEOUT_S = 120.0
 
 _TORCH_PROBE = """
 import json, torch
-devices = range(torch.cuda.device_count())
+has_cuda = torch.cuda.is_available()
+unpinned = None
+if has_cuda:
+    try:
+        torch.empty(1, pin_memory=True)
+    except RuntimeError as error:
+        unpinned = str(error).splitlines()[0]
+def facts(i):
+    of = torch.cuda.get_device_properties(i)
+    free, _ = torch.cuda.mem_get_info(i)
+    return {"name": of.name, "memory": of.total_memory, "free": free,
+            "capability": f"{of.major}.{of.minor}", "processors": of.multi_processor_count}
 print(json.dumps({
     "version": torch.__version__,
     "threads": torch.get_num_threads(),
-    "cuda": torch.version.cuda if torch.cuda.is_available() else None,
-    "devices": [torch.cuda.get_device_name(i) for i in devices],
-    "memory": [torch.cuda.get_device_properties(i).total_memory for i in devices],
+    "cuda": torch.version.cuda,
+    "devices": [facts(i) for i in range(torch.cuda.device_count())] if has_cuda else [],
+    "unpinned": unpinned,
 }))
 """
 _EXACT_PROBE = """
@@ -39,6 +50,8 @@ async def main():
         print("{}")
 trio.run(main)
 """
+_CUDA_PROBE = _EXACT_PROBE.replace("exact=True", 'exact=True, device="cuda", host_pages=64')
+PROVEN = "answers do not depend on batching: proven on the embedded model"
 
 State = Literal["ok", "absent", "broken"]
 
@@ -59,12 +72,21 @@ class Diagnosis(msgspec.Struct, frozen=True):
     findings: list[Finding]
 
 
+class _DeviceFacts(msgspec.Struct):
+    name: str
+    memory: int
+    free: int
+    capability: str
+    processors: int
+
+
 class _TorchFacts(msgspec.Struct):
     version: str
     threads: int
     cuda: str | None
-    devices: list[str]
-    memory: list[int]
+    devices: list[_DeviceFacts]
+    unpinned: str | None
+    """Why host memory cannot be pinned, None if it can be or nobody would need it."""
 
 
 def _probe(code: str) -> tuple[bool, str]:
@@ -120,18 +142,31 @@ def _torch() -> Iterator[Finding]:
         return
     facts = msgspec.json.decode(said, type=_TorchFacts)
     yield Finding("torch", "ok", f"{facts.version}, {facts.threads} threads")
-    if facts.cuda is None:
-        yield Finding("cuda", "absent", "no CUDA device; --device cpu")
-    for name, memory in zip(facts.devices, facts.memory, strict=True):
-        yield Finding("cuda", "ok", f"{facts.cuda}, {name}, {_gigabytes(memory)}")
+    yield from _cuda(facts)
+
+
+def _cuda(facts: _TorchFacts) -> Iterator[Finding]:
+    if not facts.devices:
+        why = "no CUDA device" if facts.cuda else "this torch was built without CUDA"
+        yield Finding("cuda", "absent", f"{why}; --device cpu")
+        return
+    for one in facts.devices:
+        memory = f"{_gigabytes(one.memory)}, {_gigabytes(one.free)} of them free"
+        parts = f"compute capability {one.capability}, {one.processors} multiprocessors"
+        yield Finding("cuda", "ok", f"{facts.cuda}, {one.name}, {memory}, {parts}")
+    if facts.unpinned is None:
+        yield Finding("pinned memory", "ok", "a device reaches host pages by itself")
+    else:
+        yield Finding("pinned memory", "broken", f"{facts.unpinned}; --device cpu")
+    well, said = _probe(_CUDA_PROBE)
+    yield Finding("cuda engine", "ok" if well else "broken", PROVEN if well else said)
 
 
 def examine() -> Diagnosis:
     """Look at everything; takes a few seconds, most of them torch's."""
     findings = [*_machine(), *_torch()]
     well, said = _probe(_EXACT_PROBE)
-    proof = "answers do not depend on batching: proven on the embedded model" if well else said
-    findings.append(Finding("exactness", "ok" if well else "broken", proof))
+    findings.append(Finding("exactness", "ok" if well else "broken", PROVEN if well else said))
     findings.append(_package("triton", "GPU kernels; extra `gpu`"))
     findings.append(_package("tokenizers", "text prompts for checkpoints; extra `text`"))
     findings.append(_package("transformers", "the oracle of the model tests; extra `test`"))

@@ -16,8 +16,16 @@ TORCH = json.dumps(
         "version": "2.9.0",
         "threads": 8,
         "cuda": "13.0",
-        "devices": ["Some GPU"],
-        "memory": [140_000_000_000],
+        "devices": [
+            {
+                "name": "Some GPU",
+                "memory": 140_000_000_000,
+                "free": 120_000_000_000,
+                "capability": "9.0",
+                "processors": 132,
+            }
+        ],
+        "unpinned": None,
     }
 )
 
@@ -37,7 +45,8 @@ def states(diagnosis: Diagnosis) -> dict[str, str]:
 def test_a_machine_with_everything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = diagnose(monkeypatch, (True, TORCH), exact=True)
     assert found.can_serve
-    assert states(found)["cuda"] == "ok"
+    assert states(found)["cuda"] == states(found)["pinned memory"] == "ok"
+    assert states(found)["cuda engine"] == "ok"
     assert states(found)["exactness"] == "ok"
     write_json(str(tmp_path / "found.json"), found)
     written = json.loads((tmp_path / "found.json").read_text())
@@ -58,6 +67,20 @@ def test_findings_are_printed(monkeypatch: pytest.MonkeyPatch, terminal: bool) -
     file = io.StringIO()
     print_diagnosis(found, Console(file=file, force_terminal=terminal, width=120))
     assert "Some GPU, 140 GB" in file.getvalue()
+
+
+def test_memory_that_cannot_be_pinned_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = json.dumps({**json.loads(TORCH), "unpinned": "CUDA error: out of memory"})
+    found = diagnose(monkeypatch, (True, torch), exact=False)
+    assert states(found)["pinned memory"] == states(found)["cuda engine"] == "broken"
+
+
+@pytest.mark.parametrize("cuda", ["13.0", None])
+def test_no_device_is_no_fault(monkeypatch: pytest.MonkeyPatch, cuda: str | None) -> None:
+    torch = json.dumps({**json.loads(TORCH), "cuda": cuda, "devices": []})
+    found = diagnose(monkeypatch, (True, torch), exact=True)
+    assert states(found)["cuda"] == "absent"
+    assert "pinned memory" not in states(found)
 
 
 def test_a_probe_runs_apart_and_says_its_last_line() -> None:
