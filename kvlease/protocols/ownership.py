@@ -143,6 +143,14 @@ class Lease(Generic[S]):
 
         return LayerLease(self.id, layer.id, self._readiness, self._cell, build)
 
+    async def verify(self) -> None:
+        """Wait until all that `resolve` ordered streams behind has arrived; use nothing before (R2).
+
+        A device runs behind a recorded copy before anybody knows that it succeeded. Checkpoints:
+        only if it waits. Raises TransferFailed when some of it did not arrive.
+        """
+        await self._readiness.verify()
+
     def move(self) -> Lease[S]:
         """Return a new handle with the same right; this one and its views are dead."""
         pages = self._hand_on(freezes=False)

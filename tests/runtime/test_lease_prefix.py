@@ -1,8 +1,10 @@
 """Leases for readers beside the scheduler: the library's way to cached rows."""
 
+import pytest
 import torch
 import trio
 
+from kvlease.errors import TransferFailed
 from kvlease.kernels.views import RowIndex, read_rows
 from kvlease.protocols.config import SamplingParams
 from kvlease.protocols.ports import CopyOrder
@@ -94,3 +96,33 @@ async def test_a_reader_beside_waits_for_a_load_in_flight() -> None:
             with trio.fail_after(10):
                 await scope.record().wait_done()
         assert finite == [True]
+
+
+async def test_a_reader_hears_that_what_it_was_ordered_behind_has_failed() -> None:
+    """What a device computes behind a copy that fails looks like any result: `verify` tells."""
+    hold = Hold(lambda o: (o.kind, o.component) == ("load", "latent"))
+
+    def fault(order: CopyOrder) -> int | None:
+        hold(order)
+        if order.kind == "load":
+            raise OSError("the link broke")
+        return None
+
+    ports = EnginePorts(copier=FaultyCopier(fault))
+    async with (
+        open_engine(toy_model(), toy_config(device_pages=24), ports=ports) as engine,
+        open_cpu_stream("reader") as stream,
+        trio.open_nursery() as nursery,
+    ):
+        await answer(engine, PROMPT, PARAMS)
+        for seed in range(100, 104):
+            await answer(engine, prompt_of(seed, 6 * PAGE), PARAMS)
+        nursery.start_soon(answer, engine, PROMPT, PARAMS)
+        assert await trio.to_thread.run_sync(hold.reached.wait, 10)
+        layer = engine.model.schema.layers[1]
+        assert isinstance(layer, SparseLayer)
+        with engine.lease_prefix(PROMPT) as lease:
+            await lease[layer].resolve(stream.scope())
+            hold.go.set()
+            with trio.fail_after(10), pytest.raises(TransferFailed, match="the link broke"):
+                await lease.verify()
