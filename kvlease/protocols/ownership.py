@@ -144,10 +144,10 @@ class Lease(Generic[S]):
         return LayerLease(self.id, layer.id, self._readiness, self._cell, build)
 
     async def verify(self) -> None:
-        """Wait until all that `resolve` ordered streams behind has arrived; use nothing before (R2).
+        """Wait until all that `resolve` ordered streams behind has arrived (R2).
 
-        A device runs behind a recorded copy before anybody knows that it succeeded. Checkpoints:
-        only if it waits. Raises TransferFailed when some of it did not arrive.
+        A device runs behind a recorded copy before anybody knows that it succeeded: use no result
+        before. Checkpoints: only if it waits. Raises TransferFailed when some did not arrive.
         """
         await self._readiness.verify()
 

@@ -104,7 +104,7 @@ async def test_a_reader_hears_that_what_it_was_ordered_behind_has_failed() -> No
 
     def fault(order: CopyOrder) -> int | None:
         hold(order)
-        if order.kind == "load":
+        if (order.kind, order.component) == ("load", "latent"):
             raise OSError("the link broke")
         return None
 
