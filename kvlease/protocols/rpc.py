@@ -25,7 +25,7 @@ NONCE_BYTES = 32
 Code: TypeAlias = Literal[
     "bad_request", "unauthorized", "forbidden", "version", "too_large", "too_many", "busy",
     "draining", "deadline", "slow_reader", "not_found", "unavailable", "failed", "protocol",
-    "idle", "internal",
+    "idle", "internal", "cancelled",
 ]  # fmt: skip
 """Why something was refused or came to nothing; docs/rpc.md says what to do about each."""
 CacheTier: TypeAlias = Literal["device", "host"]
@@ -69,6 +69,8 @@ class Welcome(Message, tag=2, frozen=True, gc=False):
     max_frame_bytes: int
     max_streams: int
     idle_timeout_s: float
+    incarnation: str
+    """Of this run of the server; another one has an empty cache and numbers events anew."""
 
 
 class Goodbye(Message, tag=3, frozen=True, gc=False):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar, final
 
 from kvlease.errors import ConfigError, PromptError
-from kvlease.pools.cache_feed import Channel
+from kvlease.runtime.cache_feed import Channel
 from kvlease.pools.controls import Quota
 from kvlease.protocols.config import MAX_TIMEOUT_S
 from kvlease.protocols.rpc import CacheTier

@@ -11,7 +11,7 @@ from typing import final
 
 from attrs import evolve
 
-from kvlease.pools.cache_feed import CacheFeed
+from kvlease.runtime.cache_feed import CacheFeed
 from kvlease.pools.controls import Quota
 from kvlease.pools.held import PlannedTransfer
 from kvlease.pools.unified import UnifiedPool

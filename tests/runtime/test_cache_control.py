@@ -10,7 +10,7 @@ import trio
 from attrs import define
 
 from kvlease.errors import ConfigError, PagesUnavailable, PromptError, TransferFailed
-from kvlease.pools.cache_feed import Channel
+from kvlease.runtime.cache_feed import Channel
 from kvlease.protocols.config import EngineConfig, SamplingParams
 from kvlease.protocols.identity import page_hash
 from kvlease.protocols.ports import CopyOrder

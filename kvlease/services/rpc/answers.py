@@ -73,7 +73,7 @@ class Question(Waiting):
     def close(self, end: Ended | Failed | KVLeaseError) -> None:
         """Take the refusal, or the loss of the connection."""
         if self._outcome is None and not isinstance(end, Ended):
-            self._outcome = _error_of(end)
+            self._outcome = error_of(end)
             self._event.set()
 
     async def wait(self) -> Answer:
@@ -86,7 +86,8 @@ class Question(Waiting):
         return outcome
 
 
-def _error_of(end: Failed | KVLeaseError) -> KVLeaseError:
+def error_of(end: Failed | KVLeaseError) -> KVLeaseError:
+    """Return the error that a failed call raises at its client."""
     return Refused(end.code, end.message, end.retry_after_s) if isinstance(end, Failed) else end
 
 
@@ -125,7 +126,7 @@ class RemoteAnswer(Waiting):
     def close(self, end: Ended | Failed | KVLeaseError) -> None:
         """Take the last message, or what stands in its place; the first one counts."""
         if self._end is None:
-            self._end = end if isinstance(end, Ended) else _error_of(end)
+            self._end = end if isinstance(end, Ended) else error_of(end)
             self._wake.set()
 
     @property

@@ -17,12 +17,19 @@ from typing import TypeVar, final
 import trio
 from attrs import frozen
 
-from kvlease.errors import ConnectionLost, DeadlineExceeded, PromptError, UsageError
+from kvlease.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    KVLeaseError,
+    PromptError,
+    UsageError,
+)
 from kvlease.protocols import rpc
 from kvlease.protocols.config import SamplingParams
 from kvlease.runtime.nurseries import open_flat_nursery
 from kvlease.services.rpc.address import Address, parse_address
 from kvlease.services.rpc.answers import Question, RemoteAnswer
+from kvlease.services.rpc.following import RemoteChanges
 from kvlease.services.rpc.link import Link, open_link
 
 A = TypeVar("A", bound=rpc.Answer)
@@ -157,6 +164,66 @@ class Client:
     async def flush(self) -> None:
         """Forget everything cached, because the weights changed. Checkpoints: always."""
         await self._ask(rpc.Flushed, rpc.Flush)
+
+    async def prefetch(
+        self, prompt: Sequence[int] | bytes, tier: rpc.CacheTier = "device"
+    ) -> rpc.Prefetched:
+        """Bring what is cached of a prompt to a tier, and wait until it is there.
+
+        Checkpoints: always.
+        """
+        tokens = _pack(prompt)
+        return await self._ask(rpc.Prefetched, lambda call: rpc.Prefetch(call, tokens, tier))
+
+    async def pin(self, prompt: Sequence[int] | bytes, seconds: float) -> rpc.Pinned:
+        """Keep what is cached of a prompt from being evicted for so long. Checkpoints: always."""
+        tokens = _pack(prompt)
+        return await self._ask(rpc.Pinned, lambda call: rpc.Pin(call, tokens, seconds))
+
+    async def unpin(self, pin: int) -> bool:
+        """End a pin; says whether there was such a pin. Checkpoints: always."""
+        return (await self._ask(rpc.Unpinned, lambda call: rpc.Unpin(call, pin))).was_pinned
+
+    async def evict(
+        self, prefix: Sequence[int] | bytes, tier: rpc.CacheTier | None = None
+    ) -> rpc.Evicted:
+        """Let every idle page go whose prefix begins with these tokens. Checkpoints: always."""
+        tokens = _pack(prefix)
+        return await self._ask(rpc.Evicted, lambda call: rpc.Evict(call, tokens, tier))
+
+    @asynccontextmanager
+    async def changes(self, since: int | None = None) -> AsyncGenerator[RemoteChanges]:
+        """Follow what happens to this tenant's cached pages, from now on or from an event on.
+
+        Goes on over connections that break: the server is asked again from the last event on, and
+        what it does not have any more shows as `RemoteChanges.lost`. Checkpoints: on entry.
+        """
+        changes = RemoteChanges(since)
+        async with open_flat_nursery() as nursery:
+            nursery.start_soon(self._follow, changes)
+            try:
+                yield changes
+            finally:
+                nursery.cancel_scope.cancel()
+
+    async def _follow(self, changes: RemoteChanges) -> None:
+        """Subscribe, and again whenever the connection breaks; ends when the server refuses."""
+        while True:
+            number = next(self._numbers)
+            try:
+                link = await self.link()
+                first = changes.begin(number, link.welcome.incarnation, link.writer.put)
+                link.begin(number, changes, first)
+            except KVLeaseError as error:
+                changes.fail(error)
+                return
+            try:
+                await changes.interrupted.wait()
+            finally:
+                link.forget(number)
+                link.writer.put(rpc.Cancel(number))
+            if changes.is_over:
+                return
 
     async def drain(self, timeout_s: float | None = None) -> int:
         """End the server once its answers are complete; returns how many had to be cut short.

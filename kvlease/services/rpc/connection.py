@@ -15,12 +15,14 @@ from kvlease.errors import BadInput, Refused
 from kvlease.protocols import rpc
 from kvlease.protocols.events import Usage
 from kvlease.runtime.nurseries import open_flat_nursery
+from kvlease.services.rpc.changes import OutChanges, unsubscribed
 from kvlease.services.rpc.framing import ByteStream, FrameError, FrameReader, FrameWriter, linger
 from kvlease.services.rpc.queries import Query, answer_query
 from kvlease.services.rpc.streams import OutStream, OutStreams
 from kvlease.services.serving.service import Call, Client, Service
 
 if TYPE_CHECKING:
+    from kvlease.runtime.cache_feed import Channel
     from kvlease.runtime.engine import AnswerStream
 
 MAX_QUERIES = 64
@@ -62,12 +64,17 @@ class Connection:
         self._writer = FrameWriter(stream, timeout_s=limits.write_timeout_s, refill=self._refill)
         self._out = OutStreams(self._writer.wake)
         self._calls: dict[int, OutStream] = {}
+        self._changes: dict[int, OutChanges] = {}
         self._num_queries = 0
+        self._channel: Channel | None = None
+        """The tenant's, once the client has subscribed to it."""
         self._read_scope = trio.CancelScope()
         self._written = trio.Event()
 
     def _refill(self, buffer: bytearray) -> None:
         self._out.refill(buffer)
+        for changes in self._changes.values():
+            changes.refill(buffer)
 
     async def run(self) -> str:
         """Serve until the client has gone or was sent away; returns the reason, for the log.
@@ -92,6 +99,9 @@ class Connection:
             reason = error.code
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             reason = "lost"
+        finally:
+            if self._channel is not None:
+                self._channel.listeners.pop(self._writer.wake, None)
         return "draining" if self._service.drained.is_set() else reason
 
     async def _write(self) -> None:
@@ -148,20 +158,32 @@ class Connection:
                 self._calls[message.call] = stream
                 nursery.start_soon(self._generate, message, stream)
             case rpc.Credit():
-                stream = self._calls.get(message.call)
-                if stream is not None and message.amount > 0:
-                    stream.give(message.amount)
+                self._give(message)
             case rpc.Cancel():
-                stream = self._calls.get(message.call)
-                if stream is not None:
-                    stream.scope.cancel()
+                self._cancel(message)
+            case rpc.Subscribe():
+                self._check_new(message.call)
+                self._subscribe(message)
             case rpc.Ping():
                 self._writer.put(rpc.Pong(message.number))
             case _:
                 self._take_query(message, nursery)
 
+    def _give(self, message: rpc.Credit) -> None:
+        taker = self._calls.get(message.call) or self._changes.get(message.call)
+        if taker is not None and message.amount > 0:
+            taker.give(message.amount)
+            self._writer.wake()
+
+    def _cancel(self, message: rpc.Cancel) -> None:
+        stream = self._calls.get(message.call)
+        if stream is not None:
+            stream.scope.cancel()
+        elif self._changes.pop(message.call, None) is not None:
+            self._writer.put(unsubscribed(message.call))
+
     def _check_new(self, call: int) -> None:
-        if call in self._calls:
+        if call in self._calls or call in self._changes:
             raise FrameError("protocol", f"call {call} is under way already; count calls up")
 
     # -- generating ----------------------------------------------------------------------------
@@ -206,6 +228,25 @@ class Connection:
             await out.delivered.wait()
         if scope.cancelled_caught:
             raise Refused("slow_reader", f"the answer was not taken within {patience_s:g} s")
+
+    # -- following the cache -------------------------------------------------------------------
+
+    def _subscribe(self, message: rpc.Subscribe) -> None:
+        service, client = self._service, self._client
+        try:
+            with service.calling(client, Call("subscribe")):
+                if len(self._changes) >= MAX_QUERIES:
+                    raise Refused("too_many", f"{MAX_QUERIES} subscriptions are open here")
+                channel = service.engine.cache.changes(salt=client.tenant.salt)
+        except Refused as error:
+            self._writer.put(rpc.Failed(message.call, code_of(error), str(error)))
+            return
+        changes = OutChanges(message.call, channel, message.since, max(0, message.credit))
+        self._changes[message.call] = changes
+        if self._channel is None:
+            self._channel = channel
+            channel.listeners[self._writer.wake] = None
+        self._writer.wake()
 
     # -- everything else -----------------------------------------------------------------------
 

@@ -190,6 +190,7 @@ class RpcDoor:
             limits.max_frame_bytes,
             limits.max_streams_per_client,
             limits.idle_timeout_s,
+            service.incarnation,
         )
         try:
             await stream.send_all(frame_of(welcome))

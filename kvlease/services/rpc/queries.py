@@ -5,13 +5,12 @@ This module knows the service, and neither sockets nor frames.
 
 from typing import TypeAlias
 
-from kvlease.errors import Refused
 from kvlease.protocols import rpc
 from kvlease.services.serving.service import Call, Client, Service
 
 Query: TypeAlias = (
     rpc.Prefetch | rpc.Pin | rpc.Unpin | rpc.Evict | rpc.Flush | rpc.GetStatistics
-    | rpc.GetHealth | rpc.Drain | rpc.Subscribe
+    | rpc.GetHealth | rpc.Drain
 )  # fmt: skip
 
 
@@ -20,6 +19,7 @@ async def answer_query(service: Service, client: Client, query: Query) -> rpc.An
 
     Checkpoints: where the engine has to be waited for.
     """
+    cache, salt = service.engine.cache, client.tenant.salt
     with service.calling(client, Call(_NAMES[type(query)])):
         match query:
             case rpc.GetHealth():
@@ -34,8 +34,17 @@ async def answer_query(service: Service, client: Client, query: Query) -> rpc.An
                 service.require_admin(client, "flush")
                 await service.engine.flush()
                 return rpc.Flushed(query.call)
-            case _:
-                raise Refused("unavailable", "this server does not know the call")
+            case rpc.Prefetch():
+                warm = await cache.prefetch(query.prompt, query.tier, salt=salt)
+                return rpc.Prefetched(query.call, warm.tokens, warm.moved_tokens)
+            case rpc.Pin():
+                pin = await cache.pin(query.prompt, query.seconds, salt=salt)
+                return rpc.Pinned(query.call, pin.pin, pin.tokens)
+            case rpc.Unpin():
+                return rpc.Unpinned(query.call, await cache.unpin(query.pin, salt=salt))
+            case rpc.Evict():
+                out = await cache.evict(query.prefix, query.tier, salt=salt)
+                return rpc.Evicted(query.call, out.device_pages, out.host_pages, out.kept_pages)
 
 
 _NAMES = {
@@ -47,5 +56,4 @@ _NAMES = {
     rpc.GetStatistics: "statistics",
     rpc.GetHealth: "health",
     rpc.Drain: "drain",
-    rpc.Subscribe: "subscribe",
 }

@@ -6,6 +6,7 @@ are the same at all of them. It knows no protocol and no socket.
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
@@ -87,6 +88,7 @@ class Service:
         self.clients: set[Client] = set()
         self.refused: Counter[str] = Counter()
         self.doors: Counter[str] = Counter()
+        self.incarnation = secrets.token_hex(8)
         self._log = log
         self._started_s = trio.current_time()
         self._last_client = self._last_call = 0

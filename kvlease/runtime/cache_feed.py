@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import final
 
-from kvlease.pools.prefix_node import CacheTier
-from kvlease.protocols.rpc import CacheEvent, Change
+from kvlease.protocols.rpc import CacheEvent, CacheTier, Change
 
 MAX_ROOTS = 1 << 16
 """Identities that are remembered; each flush gives every tenant another one."""
