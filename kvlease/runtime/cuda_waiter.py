@@ -29,6 +29,8 @@ SHARE = 0.05
 """Of a core, for looking; beyond it looks become rare."""
 SAVED_S = 5e-3
 """How much of the waiter's budget is kept for later."""
+SHORT_S = 250e-6
+"""Sleeps shorter than this are not ended by new points: being woken costs more than it gains."""
 POINT_S = 40e-6
 """What the budget gains with each point that was passed: that much is spent on telling of it."""
 _SLEEP_S = 5e-6
@@ -118,6 +120,13 @@ class Lane:
         self.pace = Pace(share)
         self.num_watched = 0
         self.num_taken = 0
+
+    def take_new(self) -> None:
+        """Note points that were watched since the last look; on the waiter's thread."""
+        num_new = self.num_watched - self.num_taken
+        if self.points and len(self.points) <= num_new:
+            self.pace.began(self.points[0].recorded_at)  # the stream had none to pass before it
+        self.num_taken += num_new
 
     def next_look(self, now: float) -> tuple[float, Point | None]:
         """Return how long to sleep before the next look, and the point that somebody waits for."""
@@ -256,20 +265,20 @@ class CudaWaiter:
 
     def _look(self) -> tuple[float, Point | None]:
         """Tell of all points that were passed; say how long to sleep, and what is due first."""
+        soonest, due = math.inf, None
         for lane in self._lanes:
-            if lane.points or lane.num_taken != lane.num_watched:
-                self._look_at(lane)
-        now = time.perf_counter()
-        looks = [lane.next_look(now) for lane in self._lanes if lane.points]
-        return min(looks, key=lambda look: look[0]) if looks else (math.inf, None)
+            if lane.num_taken != lane.num_watched:
+                lane.take_new()
+            if not lane.points:
+                continue
+            self._look_at(lane)
+            pause, point = lane.next_look(time.perf_counter())
+            if pause < soonest:
+                soonest, due = pause, point
+        return soonest, due
 
     def _look_at(self, lane: Lane) -> None:
-        points, pace = lane.points, lane.pace
-        num_new = lane.num_watched - lane.num_taken
-        if num_new:
-            if points and len(points) <= num_new:
-                pace.began(points[0].recorded_at)  # the stream had none to pass before it
-            lane.num_taken += num_new
+        points = lane.points
         num_passed = 0
         error: BaseException | None = None
         while points and error is None:
@@ -280,7 +289,7 @@ class CudaWaiter:
                 error = failure
             self._end(points.popleft(), error)
             num_passed += 1
-        pace.looked(time.perf_counter(), num_passed)
+        lane.pace.looked(time.perf_counter(), num_passed)
         self._budget_s += POINT_S * num_passed
 
     def _end(self, point: Point, error: BaseException | None) -> None:
@@ -298,6 +307,9 @@ class CudaWaiter:
         return self._budget_s > 0
 
     def _sleep(self, pause: float) -> None:
+        if pause < SHORT_S:
+            time.sleep(pause)
+            return
         # The wish to be woken is said before new points are looked for; a stream appends its point
         # before it looks for the wish. So one of them sees the other.
         self._sleeps_until = math.inf if pause == math.inf else time.perf_counter() + pause
