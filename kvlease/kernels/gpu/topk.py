@@ -1,12 +1,8 @@
 """Exact top-k of indexer scores, in position order, as flat row addresses.
 
-A program holds its part of a row in registers and narrows it in three steps, none of which sorts:
-
-1. *Floor*: the row is dealt into groups, and the k-th best of the groups' maxima is a floor below
-   which nothing can be chosen. On random rows about 1.4 k scores lie at or above it.
-2. *Bar*: those few are packed together, in position order, and the k-th best of them is found two
-   bits at a time, by counting. Where too many lie above the floor, the whole row is searched.
-3. Scores above the bar are chosen, and of those level with it the lowest positions.
+A program holds its part of a row in registers, narrows it to a few scores that it packs together in
+position order (topk_narrow.py), finds the bar that k of them reach, and writes those above it and,
+of those level with it, the lowest positions. Nothing is sorted.
 
 Long rows are cut into parts, whose best k each are one shorter row for a second launch.
 """
@@ -21,120 +17,52 @@ from attrs import frozen
 from torch import Tensor
 
 from kvlease.errors import LayoutMismatch
+from kvlease.kernels.gpu.topk_narrow import find_bar, lanes_of, narrow, sortable
 
 MAX_K = 1024
+PART = 16384
 MIN_GROUPS = 16
 
 
 @triton.jit
-def _sortable(scores):
-    """Return unsigned keys in the order of the scores; zeros are equal, and no key is 0."""
-    bits = scores.to(tl.uint32, bitcast=True)
-    bits = tl.where(bits == 0x80000000, 0, bits)
-    return bits ^ tl.where(bits >= 0x80000000, 0xFFFFFFFF, 0x80000000)
-
-
-@triton.jit
-def _counts(keys, first, second, third, SMALL: tl.constexpr):
-    """Return how many keys reach each of three thresholds; SMALL: there are at most 1023 keys."""
-    if SMALL:
-        packed = tl.sum(
-            (keys >= first).to(tl.int32)
-            + ((keys >= second).to(tl.int32) << 10)
-            + ((keys >= third).to(tl.int32) << 20)
-        )
-        return packed & 1023, (packed >> 10) & 1023, packed >> 20
-    else:
-        packed = tl.sum((keys >= first).to(tl.uint32) + ((keys >= second).to(tl.uint32) << 16))
-        most = tl.sum((keys >= third).to(tl.int32))
-        return (packed & 0xFFFF).to(tl.int32), (packed >> 16).to(tl.int32), most
-
-
-@triton.jit
-def _bar(keys, low, count, k, enough, SMALL: tl.constexpr):
-    """Return the highest bar that k keys reach, and how many do; any that `enough` reach will do.
-
-    ``low`` is a bar that ``count`` keys, at least k, are known to reach.
-    """
-    high = tl.max(keys)
-    # the highest bit in which keys can differ, rounded down to a pair of bits
-    differ = low ^ high
-    shift = tl.where(differ >= 1 << 16, 16, 0)
-    shift += tl.where((differ >> shift) >= 1 << 8, 8, 0)
-    shift += tl.where((differ >> shift) >= 1 << 4, 4, 0)
-    shift += tl.where((differ >> shift) >= 1 << 2, 2, 0)
-    bar = ((high >> shift) >> 2 << 2) << shift
-    one = tl.full([], 1, tl.uint32)
-    while (shift >= 0) & (count > enough):
-        first = bar | (one << shift)
-        second = bar | (one * 2 << shift)
-        third = bar | (one * 3 << shift)
-        n1, n2, n3 = _counts(keys, first, second, third, SMALL)
-        count = tl.where(n3 >= k, n3, tl.where(n2 >= k, n2, tl.where(n1 >= k, n1, count)))
-        bar = tl.where(n3 >= k, third, tl.where(n2 >= k, second, tl.where(n1 >= k, first, bar)))
-        shift -= 2
-    return tl.maximum(bar, low), count
-
-
-@triton.jit
-def _first_of_level(keys, bar, k):
-    """Return which k of the keys are best: those above the bar, and the first of those level."""
-    level = keys == bar
-    room = k - tl.sum((keys > bar).to(tl.int32))
-    return (keys > bar) | (level & (tl.cumsum(level.to(tl.int32)) <= room))
-
-
-@triton.jit
-def _narrow(
-    keys,
-    rows,
-    pack,
-    out_keys,
-    out_rows,
+def _finish(
+    index,
+    count,
+    low,
+    high,
+    source,
+    names,
+    start,
     pages,
+    out_scores,
+    out_rows,
     final,
     K: tl.constexpr,
-    BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
     PAGE_ROWS: tl.constexpr,
+    NAMED: tl.constexpr,
 ):
-    """Write the best k of more than k keys in order: flat addresses at the end, else keys and rows.
-
-    Keys that do not count are 0.
-    """
-    tops = tl.max(tl.reshape(keys, [BLOCK // GROUPS, GROUPS]), axis=0)
-    # one group is left out, so that counts fit their fields: the floor may only fall
-    tops = tl.where(tl.arange(0, GROUPS) < GROUPS - 1, tops, 0)
-    lowest = tl.min(tl.where(tops > 0, tops, 0xFFFFFFFF))
-    reach = tl.sum((tops > 0).to(tl.int32))
-    floor, _ = _bar(tops, lowest, reach, K, K + 16, GROUPS <= 1024)
-    above = keys >= floor
-    count = tl.sum(above.to(tl.int32))
-    if count >= GROUPS:
-        bar, reach = _bar(keys, floor, count, K, K, False)
-        above = keys >= bar
-        if reach > K:
-            above = _first_of_level(keys, bar, K)
-        count = K
-    place = tl.cumsum(above.to(tl.int32)) - 1
-    tl.store(pack + place, keys.to(tl.int32, bitcast=True), mask=above)
-    tl.store(pack + GROUPS + place, rows, mask=above)
-    tl.debug_barrier()
-    slots = tl.arange(0, GROUPS)
-    few = tl.load(pack + slots, mask=slots < count, other=0, cache_modifier=".cg")
-    few = few.to(tl.uint32, bitcast=True)
-    few_rows = tl.load(pack + GROUPS + slots, mask=slots < count, other=0, cache_modifier=".cg")
-    bar, reach = _bar(few, floor, count, K, K, GROUPS <= 1024)
-    chosen = few >= bar
+    """Write the best k of ``count`` scores in order: flat addresses, or scores and rows."""
+    held = tl.arange(0, GROUPS) < count
+    few = tl.load(source + index, mask=held, other=0.0, cache_modifier=".cg")
+    if NAMED:
+        rows = tl.load(names + index, mask=held, other=0, cache_modifier=".cg")
+    else:
+        rows = start + index
+    keys = tl.where(held, sortable(few), 0)
+    bar, reach = find_bar(keys, low, high, count, K, K, GROUPS <= 1024)
+    chosen = keys >= bar
     if reach > K:
-        chosen = _first_of_level(few, bar, K)
+        level = keys == bar
+        room = K - tl.sum((keys > bar).to(tl.int32))
+        chosen = (keys > bar) | (level & (tl.cumsum(level.to(tl.int32)) <= room))
     rank = tl.cumsum(chosen.to(tl.int32)) - 1
     if final:
-        page = tl.load(pages + few_rows // PAGE_ROWS, mask=chosen, other=0)
-        tl.store(out_rows + rank, page * PAGE_ROWS + few_rows % PAGE_ROWS, mask=chosen)
+        page = tl.load(pages + rows // PAGE_ROWS, mask=chosen, other=0)
+        tl.store(out_rows + rank, page * PAGE_ROWS + rows % PAGE_ROWS, mask=chosen)
     else:
-        tl.store(out_keys + rank, few.to(tl.int32, bitcast=True), mask=chosen)
-        tl.store(out_rows + rank, few_rows, mask=chosen)
+        tl.store(out_scores + rank, few, mask=chosen)
+        tl.store(out_rows + rank, rows, mask=chosen)
 
 
 @triton.jit
@@ -153,110 +81,127 @@ def _list_all(visible, pages, out, K: tl.constexpr, LANES: tl.constexpr, PAGE_RO
     tl.store(out + lanes, flat, mask=lanes < K)
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["out_stride", "best_stride", "pack_stride", "scores_stride"])
 def _choose_parts(
     scores,
     positions,
     sequences,
     table,
     out,
-    best,
+    best_scores,
+    best_rows,
     pack,
-    parts,
+    out_stride,
+    best_stride,
+    pack_stride,
     scores_stride,
     table_stride,
     K: tl.constexpr,
     RATIO: tl.constexpr,
     PAGE_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr,
     GROUPS: tl.constexpr,
     BY_SEQUENCE: tl.constexpr,
 ):
     """Choose the best k of one part of a row; a row that lies in one part is done."""
     row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
+    start = tl.program_id(1) * (2 * PAIRS * GROUPS)
     visible = tl.maximum(tl.load(positions + row) + 1, 0) // RATIO
-    start = part * BLOCK
     pages = _pages_of(row, sequences, table, table_stride, BY_SEQUENCE)
-    result = out + row * K
+    best = row * best_stride + tl.program_id(1) * K
+    packed = pack + row * pack_stride + tl.program_id(1) * GROUPS
     if visible <= K:
-        if part == 0:
-            _list_all(visible, pages, result, K, GROUPS, PAGE_ROWS)
-    elif start < visible:
-        rows = start + tl.arange(0, BLOCK)
-        seen = rows < visible
-        # read in fours: up to three scores past the visible ones, which do not count
-        read = rows < (visible + 3) // 4 * 4
-        raw = tl.load(scores + row * scores_stride + rows, mask=read, other=0.0)
-        keys = tl.where(seen, _sortable(raw), 0)
-        slot = row * parts + part
-        best_keys = best + slot * 2 * K
-        best_rows = best_keys + K
-        if (part > 0) & (visible - start <= K):
-            tl.store(best_keys + rows - start, keys.to(tl.int32, bitcast=True), mask=seen)
-            tl.store(best_rows + rows - start, rows, mask=seen)
-        else:
-            final = visible <= BLOCK
-            if final:
-                best_rows = result
-            _narrow(
-                keys,
-                rows,
-                pack + slot * 2 * GROUPS,
-                best_keys,
-                best_rows,
-                pages,
-                final,
-                K,
-                BLOCK,
-                GROUPS,
-                PAGE_ROWS,
-            )
+        if start == 0:
+            _list_all(visible, pages, out + row * out_stride, K, GROUPS, PAGE_ROWS)
+    elif visible > start:
+        source = scores + row * scores_stride + start
+        held = visible - start
+        index = tl.arange(0, GROUPS)
+        count = held
+        low = tl.full([], 1, tl.uint32)
+        high = tl.full([], 0xFFFFFFFF, tl.uint32)
+        if held >= GROUPS:
+            lanes = lanes_of(PAIRS, GROUPS)
+            x = tl.load(source + lanes, mask=lanes < held, other=float("-inf"))
+            count, low, high = narrow(x, packed, K, PAIRS, GROUPS)
+            index = tl.load(packed + index, mask=index < count, other=0, cache_modifier=".cg")
+        final = visible <= 2 * PAIRS * GROUPS
+        to_rows = best_rows + best
+        if final:
+            to_rows = out + row * out_stride
+        if count < K:
+            # the last part may hold fewer than k: what is missing is no row at all
+            tl.store(best_scores + best + index, float("-inf"), mask=index < K)
+            tl.debug_barrier()
+        _finish(
+            index,
+            count,
+            low,
+            high,
+            source,
+            source,
+            start,
+            pages,
+            best_scores + best,
+            to_rows,
+            final,
+            K,
+            GROUPS,
+            PAGE_ROWS,
+            False,
+        )
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["out_stride", "best_stride", "pack_stride"])
 def _choose_of_parts(
     positions,
     sequences,
     table,
     out,
-    best,
+    best_scores,
+    best_rows,
     pack,
-    parts,
+    out_stride,
+    best_stride,
+    pack_stride,
     table_stride,
     K: tl.constexpr,
     RATIO: tl.constexpr,
     PAGE_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+    PAIRS: tl.constexpr,
     GROUPS: tl.constexpr,
-    LANES: tl.constexpr,
     BY_SEQUENCE: tl.constexpr,
 ):
     """Choose the best k of the best of all parts, for rows of more than one part."""
     row = tl.program_id(0).to(tl.int64)
     visible = tl.maximum(tl.load(positions + row) + 1, 0) // RATIO
-    if visible > BLOCK:
+    if visible > PART:
         pages = _pages_of(row, sequences, table, table_stride, BY_SEQUENCE)
-        lanes = tl.arange(0, LANES)
-        part = lanes // K
-        held = tl.minimum(visible - part * BLOCK, K)
-        at = best + (row * parts + part) * 2 * K + lanes % K
-        real = lanes % K < held
-        keys = tl.load(at, mask=real, other=0).to(tl.uint32, bitcast=True)
-        rows = tl.load(at + K, mask=real, other=0)
-        result = out + row * K
-        _narrow(
-            keys,
-            rows,
-            pack + row * parts * 2 * GROUPS,
-            result,
-            result,
+        lanes = lanes_of(PAIRS, GROUPS)
+        source = best_scores + row * best_stride
+        real = lanes < (visible + PART - 1) // PART * K
+        x = tl.load(source + lanes, mask=real, other=float("-inf"))
+        packed = pack + row * pack_stride
+        count, low, high = narrow(x, packed, K, PAIRS, GROUPS)
+        index = tl.arange(0, GROUPS)
+        index = tl.load(packed + index, mask=index < count, other=0, cache_modifier=".cg")
+        _finish(
+            index,
+            count,
+            low,
+            high,
+            source,
+            best_rows + row * best_stride,
+            0,
             pages,
+            source,
+            out + row * out_stride,
             True,
             K,
-            LANES,
             GROUPS,
             PAGE_ROWS,
+            True,
         )
 
 
@@ -268,34 +213,37 @@ class TopkPlan:
 
     Attributes:
         k: how many are chosen of each row, at most 1024.
-        part: scores of a row that one program holds.
-        parts: programs of one row.
-        best: [num_queries, parts, 2, k] int32, keys and rows of each part's best.
-        pack: [num_queries, parts, 2, groups] int32, what lies above each part's floor.
+        pairs: of rows of `groups` scores, what one program holds.
+        groups: one maximum each gives the floor.
+        best_scores: [num_queries, parts, k] float32, each part's best.
+        best_rows: [num_queries, parts, k] int32, their rows.
+        pack: [num_queries, parts, groups] int32, what lies above each part's floor.
     """
 
     k: int
-    part: int
-    parts: int
-    best: Tensor
+    pairs: int
+    groups: int
+    best_scores: Tensor
+    best_rows: Tensor
     pack: Tensor
 
     @classmethod
     def make(
-        cls, num_queries: int, max_rows: int, k: int, device: torch.device, part: int = 16384
+        cls, num_queries: int, max_rows: int, k: int, device: torch.device, part: int = PART
     ) -> "TopkPlan":
         """Allocate what ``choose_rows`` needs for so many queries of up to so many scores each."""
         if not 1 <= k <= MAX_K:
             raise LayoutMismatch(f"top-k of {k} rows was asked for; 1 to {MAX_K} can be chosen")
         groups = max(MIN_GROUPS, triton.next_power_of_2(2 * k))
-        part = max(groups, min(part, triton.next_power_of_2(max_rows)))
-        parts = max(1, -(-max_rows // part))
+        held = max(2 * groups, min(part, triton.next_power_of_2(max_rows)))
+        parts = max(1, -(-max_rows // held))
         return cls(
             k,
-            part,
-            parts,
-            torch.empty((num_queries, parts, 2, k), dtype=torch.int32, device=device),
-            torch.empty((num_queries, parts, 2, groups), dtype=torch.int32, device=device),
+            held // (2 * groups),
+            groups,
+            torch.empty((num_queries, parts, k), dtype=torch.float32, device=device),
+            torch.empty((num_queries, parts, k), dtype=torch.int32, device=device),
+            torch.empty((num_queries, parts, groups), dtype=torch.int32, device=device),
         )
 
 
@@ -324,30 +272,53 @@ def choose_rows(
         LayoutMismatch: more queries or scores than the plan was made for.
     """
     num_queries, width = scores.shape
-    groups = plan.pack.shape[3]
-    if num_queries > plan.pack.shape[0] or width > plan.part * plan.parts:
+    max_queries, max_parts, groups = plan.pack.shape
+    part = 2 * plan.pairs * groups
+    if num_queries > max_queries or width > part * max_parts:
         raise LayoutMismatch(
-            f"scores {tuple(scores.shape)} exceed the plan's {plan.pack.shape[0]} queries of"
-            f" {plan.part * plan.parts}; make the plan for the largest step"
+            f"scores {tuple(scores.shape)} exceed the plan's {max_queries} queries of"
+            f" {part * max_parts}; make the plan for the largest step"
         )
-    parts = -(-width // plan.part)
-    by_sequence = sequences is not None
-    common = (plan.best, plan.pack)
+    parts = -(-width // part)
+    memory = (
+        plan.best_scores,
+        plan.best_rows,
+        plan.pack,
+        out.stride(0),
+        plan.best_rows.stride(0),
+        plan.pack.stride(0),
+    )
+    sequence_of = positions if sequences is None else sequences
+    common = {
+        "K": plan.k,
+        "RATIO": ratio,
+        "PAGE_ROWS": rows_per_page,
+        "GROUPS": groups,
+        "BY_SEQUENCE": sequences is not None,
+        "num_warps": 8,
+    }
     _choose_parts[(num_queries, parts)](
-        scores, positions, sequences if by_sequence else positions, table, out, *common,
-        plan.parts, scores.stride(0), table.stride(0),
-        K=plan.k, RATIO=ratio, PAGE_ROWS=rows_per_page, BLOCK=plan.part, GROUPS=groups,
-        BY_SEQUENCE=by_sequence, num_warps=_warps_for(plan.part),
-    )  # fmt: skip
+        scores,
+        positions,
+        sequence_of,
+        table,
+        out,
+        *memory,
+        scores.stride(0),
+        table.stride(0),
+        PAIRS=plan.pairs,
+        **common,
+    )
     if parts > 1:
-        lanes = max(groups, triton.next_power_of_2(parts * plan.k))
+        pairs = triton.next_power_of_2(triton.cdiv(parts * plan.k, 2 * groups))
         _choose_of_parts[(num_queries,)](
-            positions, sequences if by_sequence else positions, table, out, *common,
-            plan.parts, table.stride(0),
-            K=plan.k, RATIO=ratio, PAGE_ROWS=rows_per_page, BLOCK=plan.part, GROUPS=groups,
-            LANES=lanes, BY_SEQUENCE=by_sequence, num_warps=_warps_for(lanes),
-        )  # fmt: skip
-
-
-def _warps_for(lanes: int) -> int:
-    return min(32, max(4, lanes // 512))
+            positions,
+            sequence_of,
+            table,
+            out,
+            *memory,
+            table.stride(0),
+            PART=part,
+            PAIRS=pairs,
+            **common,
+        )

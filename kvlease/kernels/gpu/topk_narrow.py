@@ -1,0 +1,133 @@
+"""Narrowing scores held in registers to a few that hold the best k, without sorting.
+
+1. *Floor*: the scores are dealt into groups, and the k-th best of the groups' maxima is a floor
+   that at least k reach. On random rows about 1.4 k do.
+2. *Bar*: the k-th best of any keys is found by counting how many reach three bars in between, until
+   the bracket is empty or a bar is reached by just enough.
+"""
+
+# pyright: basic, reportMissingImports=false
+# Triton's language has no types: what a kernel does with them is checked by its tests.
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sortable(scores):
+    """Return unsigned keys in the order of the scores; zeros are equal, and no key is 0."""
+    bits = scores.to(tl.uint32, bitcast=True)
+    bits = tl.where(bits == 0x80000000, 0, bits)
+    return bits ^ tl.where(bits >= 0x80000000, 0xFFFFFFFF, 0x80000000)
+
+
+@triton.jit
+def _score_of(key):
+    """Return the score that has this key."""
+    bits = key ^ tl.where(key >= 0x80000000, 0x80000000, 0xFFFFFFFF).to(tl.uint32)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _counts(keys, first, second, third, FEW: tl.constexpr):
+    """Return how many keys reach each of three rising bars; FEW: at most 1023 do."""
+    if FEW:
+        packed = tl.sum(
+            (keys >= first).to(tl.int32)
+            + ((keys >= second).to(tl.int32) << 10)
+            + ((keys >= third).to(tl.int32) << 20)
+        )
+        return packed & 1023, (packed >> 10) & 1023, packed >> 20
+    else:
+        packed = tl.sum((keys >= first).to(tl.uint32) + ((keys >= second).to(tl.uint32) << 16))
+        most = tl.sum((keys >= third).to(tl.int32))
+        return (packed & 0xFFFF).to(tl.int32), (packed >> 16).to(tl.int32), most
+
+
+@triton.jit
+def find_bar(keys, low, high, count, k, enough, FEW: tl.constexpr):
+    """Return the highest bar that k keys reach, or one that few enough do, and how many reach it.
+
+    ``count`` keys, at least k, reach ``low``; fewer than k reach ``high``.
+    """
+    while (count > enough) & (high - low > 1):
+        step = tl.maximum((high - low) >> 2, 1)
+        first = low + step
+        second = tl.minimum(first + step, high - 1)
+        third = tl.minimum(second + step, high - 1)
+        n1, n2, n3 = _counts(keys, first, second, third, FEW)
+        high = tl.where(n1 < k, first, tl.where(n2 < k, second, tl.where(n3 < k, third, high)))
+        low = tl.where(n3 >= k, third, tl.where(n2 >= k, second, tl.where(n1 >= k, first, low)))
+        count = tl.where(n3 >= k, n3, tl.where(n2 >= k, n2, tl.where(n1 >= k, n1, count)))
+    return low, count
+
+
+@triton.jit
+def lanes_of(PAIRS: tl.constexpr, GROUPS: tl.constexpr):
+    """Return a part's indices, [PAIRS, 2, GROUPS]: rows in pairs, the groups as columns."""
+    pair = tl.arange(0, PAIRS)[:, None, None] * (2 * GROUPS)
+    return pair + tl.arange(0, 2)[None, :, None] * GROUPS + tl.arange(0, GROUPS)[None, None, :]
+
+
+@triton.jit
+def _words(mask):
+    """Return how many are marked in each column of each pair of rows, two counts a word."""
+    return tl.sum(mask.to(tl.int32) << (tl.arange(0, 2)[None, :, None] * 16), axis=1)
+
+
+@triton.jit
+def _first_marked(mask, lanes, room, END: tl.constexpr):
+    """Return the mask of the first ``room`` marked lanes; more are marked."""
+    low = tl.full([], 0, tl.int32)
+    high = tl.full([], END, tl.int32)
+    while high - low > 1:
+        middle = (low + high) // 2
+        count = tl.sum((mask & (lanes < middle)).to(tl.int32))
+        low = tl.where(count <= room, middle, low)
+        high = tl.where(count <= room, high, middle)
+    return mask & (lanes < low)
+
+
+@triton.jit
+def narrow(x, pack, K: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr):
+    """Pack the indices of fewer than GROUPS scores, the best k among them, in order.
+
+    x [PAIRS, 2, GROUPS] is -inf where no score counts. Returns how many were packed, a bar that
+    they all reach and one that fewer than k do.
+    """
+    tops = sortable(tl.max(tl.max(x, axis=1), axis=0))
+    high = tl.max(tops) + 1
+    # the k-th best of the groups' maxima: at least k scores reach it
+    all_groups = tl.full([], GROUPS, tl.int32)
+    low, _ = find_bar(tops, tl.min(tops), high, all_groups, K, K + K // 16, GROUPS <= 1024)
+    mask = x >= _score_of(low)
+    words = _words(mask)
+    totals = tl.sum(words, axis=1)
+    both = (totals & 0xFFFF) + (totals >> 16)
+    count = tl.sum(both)
+    lanes = lanes_of(PAIRS, GROUPS)
+    if count >= GROUPS:
+        keys = sortable(x)
+        low, count = find_bar(keys, low, high, count, K, GROUPS - 1, False)
+        mask = keys >= low
+        if count >= GROUPS:
+            # too many level with the bar: the first of them fill what is left of k
+            above = keys > low
+            room = K - tl.sum(above.to(tl.int32))
+            mask = above | _first_marked(keys == low, lanes, room, 2 * PAIRS * GROUPS)
+            count = tl.full([], K, tl.int32)
+        words = _words(mask)
+        totals = tl.sum(words, axis=1)
+        both = (totals & 0xFFFF) + (totals >> 16)
+    running = tl.cumsum(words, axis=1)
+    before = (tl.cumsum(both) - both)[:, None] - 1
+    # places of the marked in row-major order
+    half = tl.arange(0, 2)[None, :, None]
+    places = (running[:, None, :] >> (half * 16)) & 0xFFFF
+    places += before[:, :, None] + half * (totals & 0xFFFF)[:, None, None]
+    # the compiler spreads a store whose addresses follow no order over threads by its first axis:
+    # turned, that is as the scores lie, and nothing moves between threads
+    turned = pack + tl.permute(places, (2, 1, 0))
+    tl.store(turned, tl.permute(lanes, (2, 1, 0)), mask=tl.permute(mask, (2, 1, 0)))
+    tl.debug_barrier()
+    return count, low, high
