@@ -22,6 +22,7 @@ from kvlease.kernels.gpu.topk_narrow import find_bar, lanes_of, narrow, sortable
 MAX_K = 1024
 PART = 16384
 MIN_GROUPS = 16
+WARPS = 8
 
 
 @triton.jit
@@ -280,45 +281,20 @@ def choose_rows(
             f" {part * max_parts}; make the plan for the largest step"
         )
     parts = -(-width // part)
-    memory = (
-        plan.best_scores,
-        plan.best_rows,
-        plan.pack,
-        out.stride(0),
-        plan.best_rows.stride(0),
-        plan.pack.stride(0),
-    )
     sequence_of = positions if sequences is None else sequences
+    memory = (plan.best_scores, plan.best_rows, plan.pack)
+    strides = (out.stride(0), plan.best_rows.stride(0), plan.pack.stride(0))
     common = {
-        "K": plan.k,
-        "RATIO": ratio,
-        "PAGE_ROWS": rows_per_page,
-        "GROUPS": groups,
-        "BY_SEQUENCE": sequences is not None,
-        "num_warps": 8,
-    }
+        "K": plan.k, "RATIO": ratio, "PAGE_ROWS": rows_per_page, "GROUPS": groups,
+        "BY_SEQUENCE": sequences is not None, "num_warps": WARPS,
+    }  # fmt: skip
     _choose_parts[(num_queries, parts)](
-        scores,
-        positions,
-        sequence_of,
-        table,
-        out,
-        *memory,
-        scores.stride(0),
-        table.stride(0),
-        PAIRS=plan.pairs,
-        **common,
-    )
+        scores, positions, sequence_of, table, out, *memory, *strides,
+        scores.stride(0), table.stride(0), PAIRS=plan.pairs, **common,
+    )  # fmt: skip
     if parts > 1:
         pairs = triton.next_power_of_2(triton.cdiv(parts * plan.k, 2 * groups))
         _choose_of_parts[(num_queries,)](
-            positions,
-            sequence_of,
-            table,
-            out,
-            *memory,
-            table.stride(0),
-            PART=part,
-            PAIRS=pairs,
-            **common,
-        )
+            positions, sequence_of, table, out, *memory, *strides,
+            table.stride(0), PART=part, PAIRS=pairs, **common,
+        )  # fmt: skip
