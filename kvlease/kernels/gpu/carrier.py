@@ -12,7 +12,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from kvlease.kernels.gpu.dma import copy_engine
+from kvlease.kernels.gpu.dma import CopyEngine
 from kvlease.kernels.gpu.page_copy import RecordTable
 from kvlease.kernels.gpu.staging import Direction, GroupEnds, MovedPages, PageMover, StagingRing
 from kvlease.kernels.gpu.tail_copy import TailPiece, TailTable, move_tails
@@ -101,16 +101,20 @@ class ResumeMove:
 class TailMove:
     """Kept tails on their way between the tiers, record by record."""
 
-    __slots__ = ("_direction", "_ends", "_from", "_queued", "_to")
+    __slots__ = ("_direction", "_ends", "_engine", "_from", "_queued", "_to")
 
     def __init__(
-        self, direction: Direction, ends: Sequence[TailEnds], from_tails: Tensor, to_tails: Tensor
+        self,
+        direction: Direction,
+        ends: Sequence[TailEnds],
+        engine: CopyEngine,
+        numbers: tuple[Tensor, Tensor],
     ) -> None:
         """Take tail numbers at both ends, [n] int64 in host memory, in the same order."""
         self._direction = direction
         self._ends = ends
-        self._from = from_tails.numpy()
-        self._to = to_tails.numpy()
+        self._engine = engine
+        self._from, self._to = (tails.numpy().astype(np.uint64) for tails in numbers)
         self._queued: set[int] = set()
 
     def queue(self, group: int) -> None:
@@ -122,12 +126,11 @@ class TailMove:
         source, target = ends.device, ends.host
         if self._direction == "load":
             source, target = target, source
-        nbytes = source.shape[1]
-        sources = (source.data_ptr() + self._from * nbytes).astype(np.uint64)
-        targets = (target.data_ptr() + self._to * nbytes).astype(np.uint64)
-        sizes = np.full(len(sources), nbytes, dtype=np.uint64)
-        engine = copy_engine(main.device_index)
-        engine.copy(targets, sources, sizes, (0, len(sources)), main)
+        nbytes = np.uint64(source.shape[1])
+        sources = source.data_ptr(), self._from * nbytes
+        targets = target.data_ptr(), self._to * nbytes
+        sizes = np.full(len(self._to), nbytes)
+        self._engine.copy(targets, sources, sizes, (0, len(sizes)), main)
 
 
 @final
@@ -154,6 +157,18 @@ class Carrier:
             "host": TailTable([(group.host, group.pieces) for group in tails], device),
             "device": TailTable([(group.device, group.pieces) for group in tails], device),
         }
+        self._warm_up(device)
+
+    def _warm_up(self, device: torch.device) -> None:
+        """Compile every kernel now; nothing is kept anywhere yet, and nothing comes back."""
+        main = torch.cuda.current_stream()
+        for mover in self._movers.values():
+            mover.warm_up(main)
+        nobody = torch.zeros((3, 1), dtype=torch.int64, device=device)
+        for table in self._tables.values():
+            move_tails(table, nobody, (0, len(self._tails)), to_records=False)
+        move_tails(self._tables["device"], nobody, (0, len(self._tails)), to_records=True)
+        main.synchronize()
 
     def pages(self, direction: Direction, from_pages: Tensor, to_pages: Tensor) -> PageMove:
         """Return the move of pages, numbers [n] int64 in host memory at each end."""
@@ -170,7 +185,8 @@ class Carrier:
 
     def tails(self, direction: Direction, from_tails: Tensor, to_tails: Tensor) -> TailMove:
         """Return the move of kept tails, numbers [n] int64 in host memory at each end."""
-        return TailMove(direction, self._tails, from_tails, to_tails)
+        engine = self._movers[direction].ring.engine
+        return TailMove(direction, self._tails, engine, (from_tails, to_tails))
 
     def keep(self, slots: Tensor, tails: Tensor, boundaries: Tensor) -> None:
         """Keep running sequences' state, [K] int64 in host memory each, on the current stream."""

@@ -11,6 +11,7 @@ over (record, tile); few of them suffice, so that compute beside them keeps its 
 
 from collections.abc import Sequence
 from math import gcd
+from typing import Any
 
 import torch
 import triton
@@ -85,6 +86,8 @@ class RecordTable:
         self.word = _WORDS[width]
         self.record_words = nbytes // width
         self.nbytes = nbytes
+        self.compiled: dict[tuple[bool, torch.dtype], Any] = {}
+        """The kernel by direction and dtype of pages: launching it costs a third of finding it."""
         lines = [
             (address + at * width, stride, offset // width + at, min(TILE, size // width - at))
             for address, stride, offset, size in facts
@@ -100,16 +103,18 @@ def move_records(
     records: Tensor,
     part: tuple[int, int],
     programs: int,
+    stream: torch.cuda.Stream,
     *,
     to_records: bool,
 ) -> None:
-    """Move pages[part[0]:part[1]] between the pools and records 0, 1, 2, ... on the current stream.
+    """Move pages[part[0]:part[1]] between the pools and records 0, 1, 2, ... on a stream.
 
     Shapes: pages [n] int32 or int64 on the device; records one dimension of bytes, 16-byte aligned.
     """
     first, last = part
     num_tiles = (last - first) * table.num_tiles
-    _move[(min(programs, num_tiles),)](
+    grid = max(1, min(programs, num_tiles)), 1, 1
+    given = (
         table.lines,
         pages,
         records.view(table.word),
@@ -117,8 +122,14 @@ def move_records(
         num_tiles,
         table.num_tiles,
         table.record_words,
-        to_records=to_records,
-        pairs=table.pairs,
-        tile=TILE,
-        num_warps=NUM_WARPS,
+        to_records,
+        table.pairs,
+        TILE,
     )
+    kind = to_records, pages.dtype
+    compiled = table.compiled.get(kind)
+    if compiled is None:
+        with torch.cuda.stream(stream):
+            table.compiled[kind] = _move[grid](*given, num_warps=NUM_WARPS)
+    else:
+        compiled[grid](*given, stream=stream.cuda_stream)

@@ -6,7 +6,7 @@ one slot crosses the link another is spread. The stage that makes bytes true run
 stream: what it records there covers the whole move.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, final
 
 import numpy as np
@@ -15,11 +15,10 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from kvlease.kernels.gpu.dma import Addresses, copy_engine
+from kvlease.kernels.gpu.dma import CopyEngine, Numbers
 from kvlease.kernels.gpu.page_copy import RecordTable, move_records
 
 Direction = Literal["load", "store"]
-Stage = Callable[[], None]
 
 
 @frozen
@@ -31,164 +30,178 @@ class GroupEnds:
     table: RecordTable
 
 
+@frozen
+class Cut:
+    """How a transfer's pages become copies of records of one size, a slot's worth at a time.
+
+    Attributes:
+        on_host, in_slot, sizes: per run of consecutive host pages, in bytes.
+        chunks: per slot its pages, and its runs: each first, and one past the last.
+    """
+
+    on_host: Numbers
+    in_slot: Numbers
+    sizes: Numbers
+    chunks: list[tuple[int, int, int, int]]
+
+
 @final
 class MovedPages:
     """The pages of one transfer at both ends, in one order; keeps how they are cut into copies."""
 
-    __slots__ = ("_cuts", "_linked", "count", "device", "host")
+    __slots__ = ("_cuts", "_starts_run", "count", "device", "host")
 
     def __init__(self, host: npt.NDArray[np.int64], device: Tensor) -> None:
         """Take page numbers: ``host`` [n], and ``device`` [n] int32 or int64 on the device."""
         self.host = host
         self.device = device
         self.count = len(host)
-        self._linked = np.empty(self.count, dtype=np.bool_)
-        self._linked[:1] = False
-        np.equal(host[1:], host[:-1] + 1, out=self._linked[1:])
-        self._cuts: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
+        self._starts_run = np.empty(self.count, dtype=np.bool_)
+        self._starts_run[:1] = True
+        np.not_equal(host[1:], host[:-1] + 1, out=self._starts_run[1:])
+        self._cuts: dict[int, Cut] = {}
 
-    def cuts(self, per_slot: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return first index and length of each run of consecutive host pages within a slot."""
-        found = self._cuts.get(per_slot)
+    def cut(self, nbytes: int, slot_nbytes: int) -> Cut:
+        """Return the copies for records of ``nbytes``; slots are of one size throughout."""
+        found = self._cuts.get(nbytes)
         if found is None:
-            starts_run = ~self._linked
-            starts_run[::per_slot] = True
-            starts = np.flatnonzero(starts_run)
-            lengths = np.diff(starts, append=self.count)
-            found = self._cuts[per_slot] = starts, lengths
+            found = self._cuts[nbytes] = self._cut(nbytes, slot_nbytes // nbytes)
         return found
+
+    def _cut(self, nbytes: int, per_slot: int) -> Cut:
+        starts_run = self._starts_run.copy()
+        starts_run[::per_slot] = True
+        starts = np.flatnonzero(starts_run)
+        first_pages = range(0, self.count, per_slot)
+        edges: list[int] = np.searchsorted(starts, [*first_pages, self.count]).tolist()
+        return Cut(
+            on_host=(self.host[starts] * nbytes).astype(np.uint64),
+            in_slot=(starts % per_slot * nbytes).astype(np.uint64),
+            sizes=(np.diff(starts, append=self.count) * nbytes).astype(np.uint64),
+            chunks=[
+                (page, min(page + per_slot, self.count), edges[number], edges[number + 1])
+                for number, page in enumerate(first_pages)
+            ],
+        )
+
+
+@frozen
+class _Slot:
+    """One slot of a ring; ``ready`` after its first stage, ``free`` after its second."""
+
+    memory: Tensor
+    address: int
+    ready: torch.cuda.Event
+    free: torch.cuda.Event
 
 
 @final
 class StagingRing:
     """Slots of device memory that records pass through, in turn, and the second stream.
 
-    One thread at a time uses a ring. Ownership: owns its memory, stream and events.
+    One thread at a time uses a ring. Ownership: owns its memory, stream, events and copy engine.
     """
 
     def __init__(
         self, device: torch.device, slot_nbytes: int, num_slots: int, priority: int = 0
     ) -> None:
         """Allocate ``num_slots`` slots of ``slot_nbytes``."""
-        self.slots = torch.empty((num_slots, slot_nbytes), dtype=torch.uint8, device=device)
+        self.slot_nbytes = slot_nbytes
         self.stream = torch.cuda.Stream(device, priority=priority)
-        self.engine = copy_engine(self.slots.get_device())
-        self._base = self.slots.data_ptr()
-        self._ready = [torch.cuda.Event() for _ in range(num_slots)]
-        self._free = [torch.cuda.Event() for _ in range(num_slots)]
+        self.engine = CopyEngine(device)
+        self._slots: list[_Slot] = []
+        self.memory = torch.empty((num_slots, slot_nbytes), dtype=torch.uint8, device=device)
+        for memory in self.memory:
+            events = torch.cuda.Event(), torch.cuda.Event()
+            self._slots.append(_Slot(memory, memory.data_ptr(), *events))
         self._turn = 0
 
-    def address(self, slot: int) -> int:
-        """Where a slot begins."""
-        return self._base + slot * self.slots.shape[1]
-
-    def turns(self, count: int) -> Iterator[int]:
-        """Yield the next ``count`` slots."""
-        for _ in range(count):
-            yield self._turn
-            self._turn = (self._turn + 1) % len(self.slots)
-
-    def upcoming(self, count: int) -> npt.NDArray[np.int64]:
-        """Return the next ``count`` slots without taking them."""
-        return (self._turn + np.arange(count)) % len(self.slots)
-
-    def pass_through(self, slot: int, first: Stage, second: Stage, main: torch.cuda.Stream) -> None:
-        """Queue both stages of a slot: the first on the ring's stream, the second on ``main``."""
+    def pass_through(
+        self,
+        first: Callable[[_Slot, torch.cuda.Stream], None],
+        second: Callable[[_Slot, torch.cuda.Stream], None],
+        main: torch.cuda.Stream,
+    ) -> None:
+        """Queue both stages of the next slot: one on the ring's stream, the other on ``main``."""
+        slot = self._slots[self._turn]
+        self._turn = (self._turn + 1) % len(self._slots)
         aside = self.stream
-        aside.wait_event(self._free[slot])
+        aside.wait_event(slot.free)
         try:
-            first()
-            self._ready[slot].record(aside)
-            main.wait_event(self._ready[slot])
-            second()
+            first(slot, aside)
+            slot.ready.record(aside)
+            main.wait_event(slot.ready)
+            second(slot, main)
         except BaseException:
             main.wait_stream(aside)  # what was queued aside still uses memory of the move (R6)
             raise
-        self._free[slot].record(main)
+        slot.free.record(main)
 
 
 @final
 class PageMover:
-    """Moves pages one way, a group of layers at a time.
-
-    A store's gather is ordered behind what the caller's stream waits for only through `begin`.
-    """
+    """Moves pages one way, a group of layers at a time."""
 
     def __init__(
         self, direction: Direction, groups: Sequence[GroupEnds], ring: StagingRing, programs: int
     ) -> None:
         """Borrow both ends; ``programs`` bounds the multiprocessors that the kernel takes."""
-        self.direction = direction
+        self._is_load = direction == "load"
         self._groups = groups
-        self._ring = ring
+        self._addresses = [group.host.data_ptr() for group in groups]
+        self.ring = ring
         self._programs = programs
 
     def begin(self, main: torch.cuda.Stream) -> None:
-        """Order what follows on the ring's stream behind all that is on ``main`` now."""
-        self._ring.stream.wait_stream(main)
+        """Order the move's first stage behind what ``main`` waits for: before the first group.
+
+        A load's first stage reads host pages that are true already, and waits for nothing.
+        """
+        if not self._is_load:
+            self.ring.stream.wait_stream(main)
+
+    def warm_up(self, main: torch.cuda.Stream) -> None:
+        """Compile for every group, so that no transfer has to wait for that."""
+        memory = self.ring.memory[0]
+        none = torch.zeros(1, dtype=torch.int64, device=memory.device)
+        for group in self._groups:
+            to_records = not self._is_load
+            move_records(group.table, none, memory, (0, 0), 1, main, to_records=to_records)
 
     def move(self, group: int, pages: MovedPages, main: torch.cuda.Stream) -> int:
         """Queue the move of one group's records of all pages; ``main`` is the current stream.
 
         Returns how many bytes will have been moved when ``main`` is through with it.
         """
-        ends, ring = self._groups[group], self._ring
-        nbytes = ends.table.nbytes
-        per_slot = ring.slots.shape[1] // nbytes
-        starts, lengths = pages.cuts(per_slot)
-        num_chunks = -(-pages.count // per_slot)
-        slot_of = ring.upcoming(num_chunks)[starts // per_slot]
-        staged = self._staged(slot_of, starts % per_slot, nbytes)
-        on_host = ends.host.data_ptr() + pages.host[starts] * nbytes
-        sizes = (lengths * nbytes).astype(np.uint64)
-        outer = (staged, on_host.astype(np.uint64), sizes)
-        edges = np.searchsorted(starts, np.arange(num_chunks + 1) * per_slot).tolist()
-        for chunk, slot in enumerate(ring.turns(num_chunks)):
-            part = chunk * per_slot, min((chunk + 1) * per_slot, pages.count)
-            self._pass(
-                ends, pages.device, slot, part, (edges[chunk], edges[chunk + 1]), outer, main
-            )
-        return pages.count * nbytes
+        table, host = self._groups[group].table, self._addresses[group]
+        ring = self.ring
+        cut = pages.cut(table.nbytes, ring.slot_nbytes)
+        for first, last, *runs in cut.chunks:
+            part = runs[0], runs[1]
 
-    def _staged(
-        self, slot_of: npt.NDArray[np.int64], within: npt.NDArray[np.int64], nbytes: int
-    ) -> Addresses:
-        ring = self._ring
-        return (ring.address(0) + slot_of * ring.slots.shape[1] + within * nbytes).astype(np.uint64)
+            def cross(slot: _Slot, stream: torch.cuda.Stream, part: tuple[int, int] = part) -> None:
+                target, source = (slot.address, cut.in_slot), (host, cut.on_host)
+                if not self._is_load:
+                    target, source = source, target
+                ring.engine.copy(target, source, cut.sizes, part, stream)
 
-    def _pass(
-        self,
-        ends: GroupEnds,
-        device_pages: Tensor,
-        slot: int,
-        part: tuple[int, int],
-        copies: tuple[int, int],
-        outer: tuple[Addresses, Addresses, Addresses],
-        main: torch.cuda.Stream,
-    ) -> None:
-        ring = self._ring
-        staged, on_host, sizes = outer
-        is_load = self.direction == "load"
-        ends_of_copy = (staged, on_host) if is_load else (on_host, staged)
+            def spread(
+                slot: _Slot,
+                stream: torch.cuda.Stream,
+                part: tuple[int, int] = (first, last),
+            ) -> None:
+                move_records(
+                    table,
+                    pages.device,
+                    slot.memory,
+                    part,
+                    self._programs,
+                    stream,
+                    to_records=not self._is_load,
+                )
 
-        def cross(stream: torch.cuda.Stream) -> None:
-            ring.engine.copy(*ends_of_copy, sizes, copies, stream)
-
-        def spread() -> None:
-            move_records(
-                ends.table,
-                device_pages,
-                ring.slots[slot],
-                part,
-                self._programs,
-                to_records=not is_load,
-            )
-
-        def gather() -> None:
-            with torch.cuda.stream(ring.stream):
-                spread()
-
-        if is_load:
-            ring.pass_through(slot, lambda: cross(ring.stream), spread, main)
-        else:
-            ring.pass_through(slot, gather, lambda: cross(main), main)
+            if self._is_load:
+                ring.pass_through(cross, spread, main)
+            else:
+                ring.pass_through(spread, cross, main)
+        return pages.count * table.nbytes

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvlease.kernels.gpu.dma import Addresses
+from kvlease.kernels.gpu.dma import Numbers, Place
 
 
 class InOrder:
@@ -27,6 +27,9 @@ class InOrder:
     def record(self, stream: object) -> None:
         pass
 
+    def synchronize(self) -> None:
+        pass
+
     def __enter__(self) -> None:
         pass
 
@@ -39,14 +42,15 @@ class HostEngine:
 
     def copy(
         self,
-        targets: Addresses,
-        sources: Addresses,
-        sizes: Addresses,
+        target: Place,
+        source: Place,
+        sizes: Numbers,
         part: tuple[int, int],
         _stream: object,
     ) -> None:
         for at in range(*part):
-            ctypes.memmove(int(targets[at]), int(sources[at]), int(sizes[at]))
+            to, begin = target[0] + int(target[1][at]), source[0] + int(source[1][at])
+            ctypes.memmove(to, begin, int(sizes[at]))
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,5 +58,4 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("Stream", "Event", "stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, InOrder)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
-    monkeypatch.setattr("kvlease.kernels.gpu.staging.copy_engine", lambda _index: HostEngine())
-    monkeypatch.setattr("kvlease.kernels.gpu.carrier.copy_engine", lambda _index: HostEngine())
+    monkeypatch.setattr("kvlease.kernels.gpu.staging.CopyEngine", lambda _device: HostEngine())
