@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from attrs import frozen
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvlease.errors import LayoutMismatch
 from kvlease.kernels.gpu.topk_narrow import find_bar, lanes_of, narrow, sortable
@@ -27,22 +28,9 @@ WARPS = 8
 
 @triton.jit
 def _finish(
-    index,
-    count,
-    low,
-    high,
-    source,
-    names,
-    start,
-    pages,
-    out_scores,
-    out_rows,
-    final,
-    K: tl.constexpr,
-    GROUPS: tl.constexpr,
-    PAGE_ROWS: tl.constexpr,
-    NAMED: tl.constexpr,
-):
+    index, count, low, high, source, names, start, pages, out_scores, out_rows, final,
+    K: tl.constexpr, GROUPS: tl.constexpr, PAGE_ROWS: tl.constexpr, NAMED: tl.constexpr,
+):  # fmt: skip
     """Write the best k of ``count`` scores in order: flat addresses, or scores and rows."""
     held = tl.arange(0, GROUPS) < count
     few = tl.load(source + index, mask=held, other=0.0, cache_modifier=".cg")
@@ -84,26 +72,11 @@ def _list_all(visible, pages, out, K: tl.constexpr, LANES: tl.constexpr, PAGE_RO
 
 @triton.jit(do_not_specialize=["out_stride", "best_stride", "pack_stride", "scores_stride"])
 def _choose_parts(
-    scores,
-    positions,
-    sequences,
-    table,
-    out,
-    best_scores,
-    best_rows,
-    pack,
-    out_stride,
-    best_stride,
-    pack_stride,
-    scores_stride,
-    table_stride,
-    K: tl.constexpr,
-    RATIO: tl.constexpr,
-    PAGE_ROWS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BY_SEQUENCE: tl.constexpr,
-):
+    scores, positions, sequences, table, out, best_scores, best_rows, pack, out_stride,
+    best_stride, pack_stride, scores_stride, table_stride, K: tl.constexpr, RATIO: tl.constexpr,
+    PAGE_ROWS: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr, BY_SEQUENCE: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
     """Choose the best k of one part of a row; a row that lies in one part is done."""
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * (2 * PAIRS * GROUPS)
@@ -111,6 +84,9 @@ def _choose_parts(
     pages = _pages_of(row, sequences, table, table_stride, BY_SEQUENCE)
     best = row * best_stride + tl.program_id(1) * K
     packed = pack + row * pack_stride + tl.program_id(1) * GROUPS
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     if visible <= K:
         if start == 0:
             _list_all(visible, pages, out + row * out_stride, K, GROUPS, PAGE_ROWS)
@@ -135,45 +111,18 @@ def _choose_parts(
             tl.store(best_scores + best + index, float("-inf"), mask=index < K)
             tl.debug_barrier()
         _finish(
-            index,
-            count,
-            low,
-            high,
-            source,
-            source,
-            start,
-            pages,
-            best_scores + best,
-            to_rows,
-            final,
-            K,
-            GROUPS,
-            PAGE_ROWS,
-            False,
-        )
+            index, count, low, high, source, source, start, pages, best_scores + best, to_rows,
+            final, K, GROUPS, PAGE_ROWS, False,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["out_stride", "best_stride", "pack_stride"])
 def _choose_of_parts(
-    positions,
-    sequences,
-    table,
-    out,
-    best_scores,
-    best_rows,
-    pack,
-    out_stride,
-    best_stride,
-    pack_stride,
-    table_stride,
-    K: tl.constexpr,
-    RATIO: tl.constexpr,
-    PAGE_ROWS: tl.constexpr,
-    PART: tl.constexpr,
-    PAIRS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BY_SEQUENCE: tl.constexpr,
-):
+    positions, sequences, table, out, best_scores, best_rows, pack, out_stride, best_stride,
+    pack_stride, table_stride, K: tl.constexpr, RATIO: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    PART: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr, BY_SEQUENCE: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
     """Choose the best k of the best of all parts, for rows of more than one part."""
     row = tl.program_id(0).to(tl.int64)
     visible = tl.maximum(tl.load(positions + row) + 1, 0) // RATIO
@@ -182,28 +131,17 @@ def _choose_of_parts(
         lanes = lanes_of(PAIRS, GROUPS)
         source = best_scores + row * best_stride
         real = lanes < (visible + PART - 1) // PART * K
+        if EARLY:
+            gdc_wait()
         x = tl.load(source + lanes, mask=real, other=float("-inf"))
         packed = pack + row * pack_stride
         count, low, high = narrow(x, packed, K, PAIRS, GROUPS)
         index = tl.arange(0, GROUPS)
         index = tl.load(packed + index, mask=index < count, other=0, cache_modifier=".cg")
         _finish(
-            index,
-            count,
-            low,
-            high,
-            source,
-            best_rows + row * best_stride,
-            0,
-            pages,
-            source,
-            out + row * out_stride,
-            True,
-            K,
-            GROUPS,
-            PAGE_ROWS,
-            True,
-        )
+            index, count, low, high, source, best_rows + row * best_stride, 0, pages, source,
+            out + row * out_stride, True, K, GROUPS, PAGE_ROWS, True,
+        )  # fmt: skip
 
 
 @frozen
@@ -265,7 +203,7 @@ def choose_rows(
     its position is -1. Of equal scores the lower position wins; scores past the visible ones may
     be anything.
 
-    Shapes: scores [N, L] float32, L a multiple of 4, rows at multiples of 16 bytes; positions [N]
+    Shapes: scores [N, L] float32, any stride from row to row; positions [N]
     int32; table [B, P] int32, pages of sequence n, or of sequence sequences[n] where [N] int32 is
     given; out [N, k] int32, filled with page * rows_per_page + offset.
 
@@ -286,7 +224,7 @@ def choose_rows(
     strides = (out.stride(0), plan.best_rows.stride(0), plan.pack.stride(0))
     common = {
         "K": plan.k, "RATIO": ratio, "PAGE_ROWS": rows_per_page, "GROUPS": groups,
-        "BY_SEQUENCE": sequences is not None, "num_warps": WARPS,
+        "BY_SEQUENCE": sequences is not None, "EARLY": False, "num_warps": WARPS,
     }  # fmt: skip
     _choose_parts[(num_queries, parts)](
         scores, positions, sequence_of, table, out, *memory, *strides,
