@@ -1,13 +1,13 @@
-"""Copy orders: a transfer's work, one order per component of a layer, in layer order.
+"""Copy orders: a transfer's work, in layer order.
 
 Orders are closures over tensors and index tensors; the runtime runs them on a stream's worker and
 learns from each how many bytes it moved. The kinds differ only in which stores they join.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from kvlease.pools.storage import (
     span_components,
     tail_components,
 )
-from kvlease.protocols.ports import CopyOrder
+from kvlease.protocols.ports import CopyOrder, CopyPart
 from kvlease.protocols.schema import Schema, TailComponent
 from kvlease.units import LayerId, TransferId
 
@@ -68,6 +68,75 @@ def _copy_runs(
     return len(here) * source[0].nbytes
 
 
+class Numbered(NamedTuple):
+    """A part whose target rows are numbered pages or slots, [n] int64, and what moves it."""
+
+    part: CopyPart
+    run: Callable[[], int]
+    target: torch.Tensor
+    to_ids: torch.Tensor
+
+
+def span_parts(
+    schema: Schema,
+    kind: Direction,
+    ends: tuple[SpanStore, SpanStore],
+    pages: tuple[torch.Tensor, torch.Tensor],
+) -> Iterator[Numbered]:
+    """Yield what moves pages from ends[0] to ends[1], pages [n] int64 at each end."""
+    source, target = ends
+    count = pages[0].numel()  # a tensor's len() costs more than the rest of a part
+    records = source.records or target.records
+    carrier = None if records is None else records.carrier
+    move = None if carrier is None else carrier.pages(kind, *pages)
+    for layer, span in span_components(schema):
+        name = span.name
+        part = CopyPart(layer, name, count * schema.rows_per_page(span) * span.format.nbytes)
+        rows = source.rows(layer, name), target.rows(layer, name)
+        yield _numbered(part, rows, pages, _carried(move, records, part))
+
+
+def tail_parts(
+    schema: Schema,
+    kind: Direction,
+    ends: tuple[TailStore, TailStore],
+    slots: tuple[torch.Tensor, torch.Tensor],
+) -> Iterator[Numbered]:
+    """Yield what moves kept tails between tiers, slots [n] int64 at each end."""
+    source, target = ends
+    count = slots[0].numel()
+    records = target.records
+    carrier = None if records is None else records.carrier
+    move = None if carrier is None else carrier.tails(kind, *slots)
+    for layer, tail in tail_components(schema):
+        name = tail.name
+        if tail.kept_rows:
+            part = CopyPart(layer, name, count * tail.kept_nbytes)
+            kept = source.kept(layer, name), target.kept(layer, name)
+            yield _numbered(part, kept, slots, _carried(move, records, part))
+
+
+def _carried(
+    move: Move | None, records: Records | None, part: CopyPart
+) -> Callable[[], int] | None:
+    """Return a carrier's way to move one component, or None where there is no carrier."""
+    if move is None or records is None:
+        return None
+    group = records.group_of(LayerId(part.layer), part.component)
+    return partial(carry, move, group, part.nbytes)
+
+
+def _numbered(
+    part: CopyPart,
+    ends: tuple[torch.Tensor, torch.Tensor],
+    numbers: tuple[torch.Tensor, torch.Tensor],
+    run: Callable[[], int] | None,
+) -> Numbered:
+    (source, target), (from_ids, to_ids) = ends, numbers
+    run = run or partial(mover(source, target), source, from_ids, target, to_ids)
+    return Numbered(part, run, target, to_ids)
+
+
 def span_orders(
     schema: Schema,
     transfer: TransferId,
@@ -76,43 +145,50 @@ def span_orders(
     pages: tuple[torch.Tensor, torch.Tensor],
 ) -> Iterator[CopyOrder]:
     """Yield the orders that move pages from ends[0] to ends[1], pages [n] int64 at each end."""
-    source, target = ends
-    count = pages[0].numel()  # a tensor's len() costs more than the rest of an order
-    records = source.records or target.records
-    carrier = None if records is None else records.carrier
-    move = None if carrier is None else carrier.pages(kind, *pages)
-    for layer, span in span_components(schema):
-        nbytes = count * schema.rows_per_page(span) * span.format.nbytes
-        rows = source.rows(layer, span.name), target.rows(layer, span.name)
-        run = _carried(move, records, (layer, span.name), nbytes)
-        yield _numbered(transfer, kind, (layer, span.name), nbytes, rows, pages, run)
+    for part in span_parts(schema, kind, ends, pages):
+        yield _order(transfer, kind, (part,))
 
 
-def _carried(
-    move: Move | None, records: Records | None, part: tuple[LayerId, str], nbytes: int
-) -> Callable[[], int] | None:
-    """Return a carrier's way to move one component, or None where there is no carrier."""
-    if move is None or records is None:
-        return None
-    return partial(carry, move, records.group_of(*part), nbytes)
-
-
-def _numbered(
+def tail_orders(
+    schema: Schema,
     transfer: TransferId,
     kind: Direction,
-    part: tuple[LayerId, str],
-    nbytes: int,
-    ends: tuple[torch.Tensor, torch.Tensor],
-    numbers: tuple[torch.Tensor, torch.Tensor],
-    run: Callable[[], int] | None,
-) -> CopyOrder:
-    """Return the order that copies numbered pages or slots, [n] int64 at each end."""
-    (source, target), (from_ids, to_ids) = ends, numbers
-    run = run or partial(mover(source, target), source, from_ids, target, to_ids)
-    places = partial(_numbers, to_ids)
-    memory = partial(_numbered_bytes, target, to_ids)
-    tier: CacheTier = "host" if kind == "load" else "device"
-    return CopyOrder(transfer, kind, tier, *part, nbytes, run, places, memory)
+    ends: tuple[TailStore, TailStore],
+    slots: tuple[torch.Tensor, torch.Tensor],
+) -> Iterator[CopyOrder]:
+    """Yield the orders that move kept tails between tiers, slots [n] int64 at each end."""
+    for part in tail_parts(schema, kind, ends, slots):
+        yield _order(transfer, kind, (part,))
+
+
+def store_orders(transfer: TransferId, parts: Iterable[Numbered]) -> tuple[CopyOrder, ...]:
+    """Return the one order of a store, or none if there is nothing to move."""
+    ordered = sorted(parts, key=lambda one: one.part.layer)
+    return (_order(transfer, "store", ordered),) if ordered else ()
+
+
+def _order(transfer: TransferId, kind: Direction, parts: Sequence[Numbered]) -> CopyOrder:
+    return CopyOrder(
+        transfer,
+        kind,
+        "host" if kind == "load" else "device",
+        tuple([one.part for one in parts]),
+        partial(_run_all, parts),
+        partial(_places, parts),
+        partial(_target, parts),
+    )
+
+
+def _run_all(parts: Sequence[Numbered]) -> int:
+    return sum([one.run() for one in parts])
+
+
+def _places(parts: Sequence[Numbered]) -> list[int]:
+    return [number for one in parts for number in _numbers(one.to_ids)]
+
+
+def _target(parts: Sequence[Numbered]) -> list[memoryview]:
+    return [piece for one in parts for piece in _numbered_bytes(one.target, one.to_ids)]
 
 
 def _numbers(ids: torch.Tensor) -> list[int]:
@@ -203,44 +279,26 @@ def resume_orders(
     ring_store, slot = rings
     carrier = None if store.records is None else store.records.carrier
     move = None if carrier is None else carrier.resume(tier, tail_slot, slot, boundary)
+    resumed: dict[tuple[int, int], torch.Tensor] = {}
     for layer, tail in tail_components(schema):
         if tail.kept_rows:
             kept = store.kept(layer, tail.name)[tail_slot]
             ring = ring_store.ring(layer, tail.name)[slot, :, : tail.kept_width]
-            rows = _resumed_rows(tail, boundary)
-            part = layer, tail.name
-            carried = _carried(move, store.records, part, tail.kept_nbytes)
+            size = tail.ring_rows, tail.kept_rows
+            rows = resumed.get(size)
+            if rows is None:
+                rows = resumed[size] = _resumed_rows(tail, boundary)
+            part = CopyPart(layer, tail.name, tail.kept_nbytes)
+            carried = _carried(move, store.records, part)
             yield CopyOrder(
                 transfer,
                 kind,
                 tier,
-                *part,
-                tail.kept_nbytes,
+                (part,),
                 carried or partial(_resume, kept, ring, rows),
                 partial(list[int], (slot,)),
                 partial(_numbered_bytes, ring, rows),
             )
-
-
-def tail_orders(
-    schema: Schema,
-    transfer: TransferId,
-    kind: Direction,
-    ends: tuple[TailStore, TailStore],
-    slots: tuple[torch.Tensor, torch.Tensor],
-) -> Iterator[CopyOrder]:
-    """Yield the orders that move kept tails between tiers, slots [n] int64 at each end."""
-    count = slots[0].numel()
-    records = ends[1].records
-    carrier = None if records is None else records.carrier
-    move = None if carrier is None else carrier.tails(kind, *slots)
-    for layer, tail in tail_components(schema):
-        if tail.kept_rows:
-            kept = ends[0].kept(layer, tail.name), ends[1].kept(layer, tail.name)
-            nbytes = tail.kept_nbytes * count
-            part = layer, tail.name
-            run = _carried(move, records, part, nbytes)
-            yield _numbered(transfer, kind, part, nbytes, kept, slots, run)
 
 
 def in_layer_order(orders: Iterable[CopyOrder]) -> tuple[CopyOrder, ...]:

@@ -205,12 +205,12 @@ class PageBook:
         before = state[pages[0]]
         if len(set(pages)) != len(pages):
             raise LedgerImbalance(f"{self.name}: a page is named twice in one call")
-        for page in pages:
-            if state[page] != before:
-                raise LedgerImbalance(
-                    f"{self.name}: page {page} is {_STATES[state[page]].value} and page {pages[0]}"
-                    f" {_STATES[before].value}; pages of two states moved in one call"
-                )
+        if len(set(map(state.__getitem__, pages))) > 1:
+            page = next(page for page in pages if state[page] != before)
+            raise LedgerImbalance(
+                f"{self.name}: page {page} is {_STATES[state[page]].value} and page {pages[0]}"
+                f" {_STATES[before].value}; pages of two states moved in one call"
+            )
         try:
             after = _CODE[step_page(_STATES[before], event)]
         except IllegalTransition as error:

@@ -15,11 +15,15 @@ from typing import Literal, final
 from kvlease.errors import InternalError, PagesUnavailable
 from kvlease.pools.audit import tail_place
 from kvlease.pools.copies import (
+    Numbered,
     in_layer_order,
     index_tensor,
     resume_orders,
     span_orders,
+    span_parts,
+    store_orders,
     tail_orders,
+    tail_parts,
 )
 from kvlease.pools.held import Held, PlannedTransfer
 from kvlease.pools.memory import Memory
@@ -89,7 +93,7 @@ class Transfers:
             planned.reader = held.lease.id
             self._index.pin_tail(match.tail)
         planned.source, planned.destination = source, pages
-        return self._enter(planned, orders)
+        return self._enter(planned, in_layer_order(chain.from_iterable(orders)))
 
     def _resume(self, planned: PlannedTransfer, match: Match, slot: int) -> Iterator[CopyOrder]:
         """Orders that bring the kept tail, from the nearest tier that has it, into the rings."""
@@ -128,7 +132,7 @@ class Transfers:
         if wants_tail and tail is not None:
             orders.extend(self._lift_tail(planned, tail))
         planned.source, planned.destination = source, pages
-        return self._enter(planned, orders)
+        return self._enter(planned, in_layer_order(chain.from_iterable(orders)))
 
     def _lift_tail(self, planned: PlannedTransfer, tail: Tail) -> list[Iterator[CopyOrder]]:
         """Orders that copy a kept tail from the host, if the device has a slot for it."""
@@ -217,19 +221,20 @@ class Transfers:
             memory.host.seal(pages)
             if memory.sums is not None:
                 memory.sums.copied("device", zip(source, pages, strict=True))
-        orders: list[Iterator[CopyOrder]] = []
+        parts: list[Iterator[Numbered]] = []
         if source:
             ends = (index_tensor(source), index_tensor(pages))
-            stores = (memory.spans, memory.host_spans)
-            orders.append(span_orders(memory.schema, planned.id, "store", stores, ends))
-        orders.extend(self._store_tails(planned, wanted))
+            parts.append(
+                span_parts(memory.schema, "store", (memory.spans, memory.host_spans), ends)
+            )
+        parts.extend(self._store_tails(planned, wanted))
         planned.source, planned.destination = source, pages
-        return self._enter(planned, orders)
+        return self._enter(planned, store_orders(planned.id, chain.from_iterable(parts)))
 
     def _store_tails(
         self, planned: PlannedTransfer, tails: Sequence[Tail]
-    ) -> list[Iterator[CopyOrder]]:
-        """Orders for as many of the tails as the host has slots for; each is pinned meanwhile."""
+    ) -> list[Iterator[Numbered]]:
+        """As many of the tails as the host has slots for; each is pinned meanwhile."""
         memory, slots = self._memory, self._memory.host_tail_slots
         slots.reclaim()
         short = len(tails) - slots.available
@@ -253,7 +258,7 @@ class Transfers:
         planned.tails = tuple(chosen)
         stores = (memory.tails, memory.host_tails)
         ends = (index_tensor(source), index_tensor(target))
-        return [tail_orders(memory.schema, planned.id, "store", stores, ends)]
+        return [tail_parts(memory.schema, "store", stores, ends)]
 
     def _host_room(self, num_pages: int) -> None:
         host = self._memory.host
@@ -282,12 +287,12 @@ class Transfers:
         )
 
     def _enter(
-        self, planned: PlannedTransfer, orders: Sequence[Iterator[CopyOrder]]
+        self, planned: PlannedTransfer, copies: tuple[CopyOrder, ...]
     ) -> PlannedTransfer | None:
         """Complete the plan; one that came to nothing (no tail slot was free) is let go again."""
-        planned.copies = in_layer_order(chain.from_iterable(orders))
+        planned.copies = copies
         self.unsettled.add(planned)
-        if not planned.copies:
+        if not copies:
             self.lost(planned, "empty")
             self.settled(planned)
             return None
@@ -298,7 +303,9 @@ class Transfers:
 
     def _check_whole(self, planned: PlannedTransfer) -> None:
         """Refuse a plan that leaves out a component of what it moves, or adds one (R5)."""
-        moved = frozenset((order.layer, order.component) for order in planned.copies)
+        moved = frozenset(
+            (part.layer, part.component) for order in planned.copies for part in order.parts
+        )
         whole = self._parts[bool(planned.source), bool(planned.tails)]
         if moved != whole:
             odd = sorted(moved ^ whole)

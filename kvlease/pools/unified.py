@@ -224,8 +224,8 @@ class UnifiedPool:
     def seal(self, held: Held, tokens: bytes, num_pages: int, request: int) -> None:
         """Make the table's pages up to ``num_pages`` immutable and show them in the index (R4).
 
-        ``tokens`` are all tokens up to there. Pages whose equal is there already stay with this
-        sequence alone.
+        ``tokens`` are all tokens up to there, or those of the pages not sealed before alone. Pages
+        whose equal is there already stay with this sequence alone.
         """
         first = held.lease.sealed
         pages = held.lease.pages[first:num_pages]

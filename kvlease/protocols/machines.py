@@ -23,6 +23,8 @@ class PageState(Enum):
     """Immutable and in the index; the ledger calls it leased while anyone pins it, else cached."""
     QUARANTINED = "quarantined"
 
+    __hash__ = object.__hash__  # Enum's own costs more than the rest of a step
+
 
 class PageEvent(Enum):
     """What can happen to a page."""
@@ -31,6 +33,8 @@ class PageEvent(Enum):
     SEAL = "seal"
     RELEASE = "release"
     RECLAIM = "reclaim"
+
+    __hash__ = object.__hash__
 
 
 _PAGE: dict[tuple[PageState, PageEvent], PageState] = {

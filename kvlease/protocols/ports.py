@@ -27,6 +27,8 @@ class CompletionState(Enum):
     FAILED = "failed"
     REVOKED = "revoked"
 
+    __hash__ = object.__hash__  # Enum's own costs more than the rest of a transition
+
     @property
     def is_final(self) -> bool:
         """Whether nothing more will happen."""
@@ -197,8 +199,19 @@ class ModelRunner(Protocol):
         ...
 
 
+class CopyPart(msgspec.Struct, frozen=True, gc=False):
+    """What an order moves of one component of one layer."""
+
+    layer: int
+    component: str
+    nbytes: int
+
+
 class CopyOrder(msgspec.Struct, frozen=True):
-    """One component of one layer of one transfer, ready to be copied.
+    """Some of one transfer, ready to be copied in one piece.
+
+    ``parts`` are in layer order, at least one. A load has an order for each of its parts, because
+    its readers wait for layers one by one. Nobody reads a store before its end, so it is one order.
 
     ``run`` moves the bytes and returns how many; it is called once, on the worker of the stream
     that carries the transfer. A device's are only enqueued by then. Both ends stay leased until
@@ -213,12 +226,37 @@ class CopyOrder(msgspec.Struct, frozen=True):
     transfer: TransferId
     kind: str
     source: Literal["device", "host"]
-    layer: int
-    component: str
-    nbytes: int
+    parts: tuple[CopyPart, ...]
     run: Callable[[], int]
     places: Callable[[], Sequence[int]]
     target: Callable[[], Sequence[memoryview]]
+
+    @property
+    def layer(self) -> int:
+        """The layer of its first part."""
+        return self.parts[0].layer
+
+    @property
+    def last_layer(self) -> int:
+        """The layer of its last part."""
+        return self.parts[-1].layer
+
+    @property
+    def component(self) -> str:
+        """The component of its first part."""
+        return self.parts[0].component
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its parts."""
+        return sum([part.nbytes for part in self.parts])
+
+    @property
+    def name(self) -> str:
+        """What to call it beside its transfer, in errors."""
+        if len(self.parts) == 1:
+            return f"layer {self.layer} {self.component}"
+        return f"layers {self.layer} to {self.last_layer}"
 
 
 class Copier(Protocol):

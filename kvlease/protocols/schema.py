@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from enum import Enum
+from functools import cached_property
 from typing import Generic, Literal, Protocol, TypeVar
 
 import msgspec
@@ -110,7 +111,7 @@ class TailComponent:
     rewind_tokens: int = 0
     sharing: Sharing = Sharing.REPLICATED
 
-    @property
+    @cached_property
     def kept_nbytes(self) -> int:
         """Bytes this component adds to one kept tail."""
         return self.kept_rows * (self.format.nbytes // self.format.width) * self.kept_width
@@ -283,7 +284,7 @@ class Schema:
         """How many layers the schema has."""
         return len(self.layers)
 
-    @property
+    @cached_property
     def needs_tail(self) -> bool:
         """Whether computing can resume only at a boundary that holds a tail."""
         return any(tail.kept_rows for layer in self.layers for tail in layer.tails)

@@ -100,11 +100,15 @@ class Admission:
     def _will_share(self, other: Sequence, seq: Sequence, tokens: bytes, first: int) -> bool:
         """Whether ``other`` computes the next stretch that ``seq`` misses, up to a usable end."""
         core = self._core
+        # Most prompts part at once: the first token tells that without a look at the rest.
+        one = slice(first, first + 1)
+        if first > other.num_computed or other.tokens[one] != seq.tokens[one]:
+            return False
         if core.schema.needs_tail:
             end = other.next_tail(max(first, other.num_computed), core.config.tail_every)
         else:
             end = first + seq.page_tokens
-        if end is None or not first <= other.num_computed < end <= seq.last_boundary:
+        if end is None or not other.num_computed < end <= seq.last_boundary:
             return False
         mine = tokens[4 * first : 4 * end]
         return mine == other.tokens[first:end].tobytes() and (

@@ -56,7 +56,7 @@ class TransferJournal:
         memory = self._memory
         is_load = plan.kind == "load"
         source, target = (memory.host, memory.device) if is_load else (memory.device, memory.host)
-        layers = {order.layer for order in plan.copies}
+        parts = [part for order in plan.copies for part in order.parts]
         self._sink.emit(
             TransferPlan(
                 actor=_LOADER,
@@ -71,35 +71,25 @@ class TransferJournal:
                 tails=len(planned.tails),
                 reader=planned.reader or 0,
                 request=planned.request,
-                layers=(min(layers), max(layers) - min(layers) + 1),
-                components=sorted({order.component for order in plan.copies}),
+                layers=plan.layers,
+                components=sorted({part.component for part in parts}),
                 nbytes=plan.nbytes,
                 deadline_ns=transfer.deadline_ns,
                 owner=plan.owner,
             )
         )
 
-    def recorded(self, transfer: Transfer, layer: LayerId) -> None:
-        """Readers may order a stream behind this layer from now on.
+    def recorded(self, transfer: Transfer, layers: tuple[int, int]) -> None:
+        """Readers may order a stream behind these layers from now on."""
+        if self._sink.audit:
+            self._sink.emit(TransferRecord(actor=_LOADER, transfer=transfer.plan.id, layers=layers))
 
-        Nobody reads a store layer by layer, so it gets one line for all of them.
-        """
-        if not self._sink.audit:
-            return
-        plan, layers = transfer.plan, (int(layer), 1)
-        if plan.kind != "load":
-            first, last = plan.copies[0].layer, plan.copies[-1].layer
-            if layer != last:
-                return
-            layers = first, last - first + 1
-        self._sink.emit(TransferRecord(actor=_LOADER, transfer=plan.id, layers=layers))
-
-    def layer_done(self, transfer: Transfer, layer: LayerId, nbytes: int) -> None:
-        """All components of the layer have arrived; told for loads, `done` tells the rest."""
+    def layer_done(self, transfer: Transfer, layers: tuple[int, int], nbytes: int) -> None:
+        """All components of the layers have arrived; told for loads, `done` tells the rest."""
         if self._sink.audit and transfer.plan.kind == "load":
             self._sink.emit(
                 TransferLayerDone(
-                    actor=_LOADER, transfer=transfer.plan.id, layers=(layer, 1), nbytes=nbytes
+                    actor=_LOADER, transfer=transfer.plan.id, layers=layers, nbytes=nbytes
                 )
             )
 

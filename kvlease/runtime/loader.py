@@ -315,6 +315,9 @@ class Loader(Actor[Transfer]):
         self._on_end(transfer)
 
     async def _see_it_settled(self, transfer: Transfer) -> None:
+        if transfer.is_settled:
+            self._report_settled(transfer)
+            return
         try:
             await transfer.wait_settled()
         finally:

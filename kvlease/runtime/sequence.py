@@ -71,9 +71,9 @@ class Sequence:
         """The last page boundary at which a later, equal prompt could resume, in tokens."""
         return (self.num_tokens - 1) // self.page_tokens * self.page_tokens
 
-    def token_bytes(self, num_tokens: int | None = None) -> bytes:
-        """Return the first tokens (all by default) as int32 bytes."""
-        return self.tokens[:num_tokens].tobytes()
+    def token_bytes(self, first: int = 0, end: int | None = None) -> bytes:
+        """Return the tokens from ``first`` to before ``end`` (all by default) as int32 bytes."""
+        return self.tokens[first:end].tobytes()
 
     def next_tail(self, after: int, tail_every: int) -> int | None:
         """Return the first boundary past ``after`` tokens where a tail of the prompt is kept.
@@ -81,9 +81,12 @@ class Sequence:
         At every ``tail_every`` pages, where this prompt was seen to leave a path that is cached
         already (others will leave it there too), and at the last boundary of the prompt.
         """
+        last = self.last_boundary
+        if after >= last:
+            return None
         stride = tail_every * self.page_tokens
-        wanted = ((after // stride + 1) * stride, self.branch, self.last_boundary)
-        return min((b for b in wanted if after < b <= self.last_boundary), default=None)
+        nearest = min(last, (after // stride + 1) * stride)
+        return self.branch if after < self.branch < nearest else nearest
 
     def next_cut(self, tail_every: int) -> int:
         """Return where the current prefill chunk has to end at the latest, in tokens.

@@ -133,7 +133,7 @@ class Settlement:
         full = min(seq.full_pages, len(seq.tokens) // seq.page_tokens)
         if core.config.prefix_cache and full > held.lease.sealed:
             held.unstored_pages += full - held.lease.sealed
-            tokens = seq.token_bytes(full * seq.page_tokens)
+            tokens = seq.token_bytes(held.lease.sealed * seq.page_tokens, full * seq.page_tokens)
             core.pool.seal(held, tokens, full, seq.request.id)
         if keep is None:
             return

@@ -33,22 +33,31 @@ from kvlease.units import LayerId
 
 @final
 class LayerCompletion(JointCompletion):
-    """The joint completion of one layer's components, which tells the transfer of its steps."""
+    """The joint completion of one layer's components, which tells the transfer of its steps.
 
-    __slots__ = ("is_empty", "layer", "transfer")
+    Layers that are copied in one piece share one; ``layer`` is the first of them.
+    """
+
+    __slots__ = ("is_empty", "layer", "layers", "transfer")
 
     def __init__(
         self,
         transfer: Transfer,
-        layer: LayerId,
+        layers: range,
         parts: tuple[CpuCompletion, ...],
         lock: threading.Lock,
     ) -> None:
         """Adopt the parts; made by the transfer."""
         self.transfer = transfer
-        self.layer = layer
-        self.is_empty = layer in transfer.plan.empty_layers
-        super().__init__(f"{transfer.name} layer {layer}", parts, lock)
+        self.layers = layers
+        self.layer = LayerId(layers[0])
+        self.is_empty = self.layer in transfer.plan.empty_layers
+        super().__init__(f"{transfer.name} layer {self.layer}", parts, lock)
+
+    @property
+    def run(self) -> tuple[int, int]:
+        """Its layers, (first, count)."""
+        return self.layer, len(self.layers)
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +81,7 @@ class Transfer(CompletionBase):
     """
 
     __slots__ = (
-        "_clock", "_done_at", "_layers", "_observer", "_parts", "_recorded_at",
+        "_clock", "_completions", "_done_at", "_layers", "_observer", "_parts", "_recorded_at",
         "_released", "_running", "_settled", "_unfinished", "_unrecorded", "observer_error",
         "plan", "planned_at",
     )  # fmt: skip
@@ -103,37 +112,45 @@ class Transfer(CompletionBase):
         self._settled.set_recorded()
         self._tell(lambda to: to.planned(self))
         self._parts = tuple(
-            CpuCompletion(
-                f"{plan.name} layer {order.layer} {order.component}", order.nbytes, self._lock
-            )
+            CpuCompletion(f"{self.name} {order.name}", order.nbytes, self._lock)
             for order in plan.copies
         )
-        self._layers = self._join()
-        self._unrecorded = self._unfinished = plan.num_layers
+        self._completions = self._join()
+        self._layers = [each for each in self._completions for _ in each.layers]
+        self._unrecorded = self._unfinished = len(self._completions)
         self._start()
 
-    def _join(self) -> tuple[LayerCompletion, ...]:
-        parts: list[list[CpuCompletion]] = [[] for _ in range(self.plan.num_layers)]
-        for order, part in zip(self.plan.copies, self._parts, strict=True):
-            parts[order.layer].append(part)
-        for layer in self.plan.empty_layers:
-            # One part of no bytes, finished at the start: DONE by the machine, not by exception.
-            parts[layer].append(CpuCompletion(f"{self.name} layer {layer}", 0, self._lock))
-        return tuple(
-            LayerCompletion(self, LayerId(layer), tuple(mine), self._lock)
-            for layer, mine in enumerate(parts)
-        )
+    def _join(self) -> list[LayerCompletion]:
+        """Make the completions of all layers, in order; layers moved together share theirs."""
+        plan, lock, place, layer = self.plan, self._lock, 0, 0
+        joined: list[LayerCompletion] = []
+        while layer < plan.num_layers:
+            first, stop = place, layer + 1
+            while place < len(plan.copies) and plan.copies[place].layer < stop:
+                stop = max(stop, plan.copies[place].last_layer + 1)
+                place += 1
+            parts = self._parts[first:place]
+            if not parts and layer in plan.empty_layers:
+                # One part of no bytes, finished at the start: DONE by the machine, not by
+                # exception.
+                parts = (CpuCompletion(f"{self.name} layer {layer}", 0, lock),)
+            joined.append(LayerCompletion(self, range(layer, stop), parts, lock))
+            layer = stop
+        return joined
 
     def _start(self) -> None:
-        unplanned = [int(layer.layer) for layer in self._layers if not layer.parts]
+        plan = self.plan
+        moved = {part.layer for order in plan.copies for part in order.parts} | plan.empty_layers
+        unplanned = [layer for layer in range(plan.num_layers) if layer not in moved]
         if unplanned or not self._parts:
             where = f"layers {unplanned}" if unplanned else "any layer"
             self.fail(f"{self.name} plans no bytes for {where}, so it cannot make any true")
             return
-        for layer in self.plan.empty_layers:
-            for part in self._layers[layer].parts:
-                part.set_recorded()
-                part.finish(0)
+        for each in self._completions:
+            if each.is_empty:
+                for part in each.parts:
+                    part.set_recorded()
+                    part.finish(0)
 
     def layer_completion(self, layer: LayerId) -> CompletionBase:
         """Return the completion of one layer, all its components together."""
@@ -142,17 +159,18 @@ class Transfer(CompletionBase):
     def parts(self, layer: int, component: str) -> tuple[CpuCompletion, ...]:
         """Return the completions of one component of one layer, in the order of their copies."""
         return tuple(
-            part
-            for order, part in zip(self.plan.copies, self._parts, strict=True)
-            if (order.layer, order.component) == (layer, component)
+            completion
+            for order, completion in zip(self.plan.copies, self._parts, strict=True)
+            if any((part.layer, part.component) == (layer, component) for part in order.parts)
         )
 
     def missing(self, layer: int) -> list[str]:
         """Return the components of a layer that have not arrived."""
         return [
-            order.component
-            for order, part in zip(self.plan.copies, self._parts, strict=True)
-            if order.layer == layer and part.state is not CompletionState.DONE
+            part.component
+            for order, completion in zip(self.plan.copies, self._parts, strict=True)
+            for part in order.parts
+            if part.layer == layer and completion.state is not CompletionState.DONE
         ]
 
     @property
@@ -307,7 +325,7 @@ class Transfer(CompletionBase):
     def _end_the_rest(self, event: CopyEvent, problem: Problem, due: list[Hook]) -> None:
         revoked = event is CopyEvent.REVOKE
         self._enter(CompletionState.REVOKED if revoked else CompletionState.FAILED, due, problem)
-        for layer in self._layers:
+        for layer in self._completions:
             for part in layer.parts:
                 if part.state not in FINAL_STATES:
                     part._step(event, 0, problem, due)
@@ -333,15 +351,18 @@ class Transfer(CompletionBase):
             problem = part.problem or Problem(f"{part.name} {state.value}", "failed")
             self._tell(lambda to: to.failed(self, problem.reason, problem.message))
         elif state is CompletionState.RECORDED:
-            self._recorded_at[layer.layer] = self._clock.now()
+            self._note(self._recorded_at, layer.layers)
             if not layer.is_empty:
-                self._tell(lambda to: to.recorded(self, layer.layer))
+                self._tell(lambda to: to.recorded(self, layer.run))
         elif state is CompletionState.DONE:
-            self._done_at[layer.layer] = self._clock.now()
+            self._note(self._done_at, layer.layers)
             if not layer.is_empty:
-                self._tell(lambda to: to.layer_done(self, layer.layer, layer.nbytes))
+                self._tell(lambda to: to.layer_done(self, layer.run, layer.nbytes))
             if self._unfinished == 1:
                 self._tell(lambda to: to.done(self, self.bytes_done))
+
+    def _note(self, times: list[float | None], layers: range) -> None:
+        times[layers.start : layers.stop] = [self._clock.now()] * len(layers)
 
     def _layer_entered(self, state: CompletionState, part: CpuCompletion, due: list[Hook]) -> None:
         """Follow a layer's step with the whole; the lock is held."""

@@ -11,7 +11,7 @@ from attrs import frozen
 
 from kvlease.errors import UsageError
 from kvlease.protocols.ports import Completion, CopyOrder
-from kvlease.units import LayerId, TransferId
+from kvlease.units import TransferId
 
 if TYPE_CHECKING:
     from kvlease.runtime.transfer import Transfer
@@ -32,7 +32,7 @@ class TransferPlan:
     """What a transfer will move, and what it needs.
 
     Attributes:
-        copies: in layer order; one component may have several (each tail of a store is its own).
+        copies: by their first layers; one component of a layer may have several.
         deadline_s: seconds from planning within which every byte must be true.
         owner: who answers for the deadline; its name is in the error.
         holds: leases of source and destination, closed when the transfer has settled.
@@ -54,24 +54,35 @@ class TransferPlan:
 
     def __attrs_post_init__(self) -> None:
         """Refuse plans that contradict themselves."""
-        last = 0
+        first = 0
         for order in self.copies:
-            if not last <= order.layer < self.num_layers:
-                raise UsageError(
-                    f"{self.name}: layer {order.layer} is out of order or not below"
-                    f" {self.num_layers}; list the copies by layer"
-                )
-            if order.layer in self.empty_layers:
-                raise UsageError(
-                    f"{self.name}: layer {order.layer} is called empty by construction, but"
-                    f" {order.component} is to be copied there"
-                )
-            last = order.layer
+            last = first = self._checked(order.layer, first)
+            for part in order.parts:
+                last = self._checked(part.layer, last)
+                if last in self.empty_layers:
+                    raise UsageError(
+                        f"{self.name}: layer {last} is called empty by construction, but"
+                        f" {part.component} is to be copied there"
+                    )
+
+    def _checked(self, layer: int, after: int) -> int:
+        if after <= layer < self.num_layers:
+            return layer
+        raise UsageError(
+            f"{self.name}: layer {layer} is out of order or not below {self.num_layers}; list the"
+            " copies by layer"
+        )
 
     @property
     def name(self) -> str:
         """What to call the transfer in errors and logs."""
         return f"{self.kind} {self.id}"
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """The run of layers, (first, count), in which there is something to copy."""
+        first = self.copies[0].layer
+        return first, max(order.last_layer for order in self.copies) - first + 1
 
     @property
     def nbytes(self) -> int:
@@ -91,12 +102,12 @@ class TransferObserver(Protocol):
         """The transfer exists, with both ends held."""
         ...
 
-    def recorded(self, transfer: Transfer, layer: LayerId) -> None:
-        """Readers may order a stream behind this layer from now on."""
+    def recorded(self, transfer: Transfer, layers: tuple[int, int]) -> None:
+        """Readers may order a stream behind these layers, (first, count), from now on."""
         ...
 
-    def layer_done(self, transfer: Transfer, layer: LayerId, nbytes: int) -> None:
-        """All components of the layer have arrived."""
+    def layer_done(self, transfer: Transfer, layers: tuple[int, int], nbytes: int) -> None:
+        """All components of these layers, (first, count), have arrived."""
         ...
 
     def done(self, transfer: Transfer, nbytes: int) -> None:

@@ -15,6 +15,7 @@ from kvlease.errors import ConfigError, TraceError
 from kvlease.protocols.config import EngineConfig
 from kvlease.runtime.event_log import EventLog
 from kvlease.services.cold import ColdAnswer, ColdRequest, ColdSetup, cold_config, run_cold
+from kvlease.services.collector import collecting_less
 from kvlease.services.doctor import num_cores
 from kvlease.services.driver import Driver, Tally, prompt_lengths
 from kvlease.services.options import RunOptions
@@ -179,7 +180,8 @@ async def run(
         driver = Driver(engine, config.request_timeout_s, options.verify, reporter)
         reporter.begin("serving", workload.turns)
         started_s = trio.current_time()
-        await driver.serve(workload.sessions(engine.model.vocab_size), options.common.sessions)
+        with collecting_less():
+            await driver.serve(workload.sessions(engine.model.vocab_size), options.common.sessions)
         wall_s = trio.current_time() - started_s
         statistics = engine.statistics()
     complaints = list(driver.tally.complaints)

@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from kvlease.protocols.ports import CopyOrder
+from kvlease.protocols.ports import CopyOrder, CopyPart
 from kvlease.runtime.transfer import Transfer
 from kvlease.runtime.transfer_plan import Kind, TransferObserver, TransferPlan
-from kvlease.units import LayerId, TransferId
+from kvlease.units import TransferId
 
 PATIENCE_S = 10.0
 """How long a test may wait for a thread before it is called stuck."""
@@ -18,7 +18,8 @@ def order(
     layer: int, component: str, nbytes: int = 8, run: Callable[[], int] | None = None
 ) -> CopyOrder:
     move = run or (lambda: nbytes)
-    return CopyOrder(TransferId(1), "load", "host", layer, component, nbytes, move, list[int], list)
+    parts = (CopyPart(layer, component, nbytes),)
+    return CopyOrder(TransferId(1), "load", "host", parts, move, list[int], list)
 
 
 def plan(
@@ -95,11 +96,11 @@ class Witness(TransferObserver):
     def planned(self, transfer: Transfer) -> None:
         self._note("planned", transfer)
 
-    def recorded(self, transfer: Transfer, layer: LayerId) -> None:
-        self._note("recorded", transfer, layer)
+    def recorded(self, transfer: Transfer, layers: tuple[int, int]) -> None:
+        self._note("recorded", transfer, layers[0])
 
-    def layer_done(self, transfer: Transfer, layer: LayerId, nbytes: int) -> None:
-        self._note("layer_done", transfer, (layer, nbytes))
+    def layer_done(self, transfer: Transfer, layers: tuple[int, int], nbytes: int) -> None:
+        self._note("layer_done", transfer, (layers[0], nbytes))
 
     def done(self, transfer: Transfer, nbytes: int) -> None:
         self._note("done", transfer, nbytes)

@@ -181,11 +181,12 @@ async def test_a_copier_that_spoils_what_it_copies_ends_in_recompute(kind: str) 
     """Every copy is spoiled, for ever: slower, never wrong, never stuck."""
 
     def fault(order: CopyOrder) -> int | None:
-        if order.kind != kind or order.component != "latent":
+        layers = [part.layer for part in order.parts if part.component == "latent"]
+        if order.kind != kind or not layers:
             return None
         memory = engine._core.pool.memory
         store = memory.spans if kind == "load" else memory.host_spans
-        rows = store.rows(LayerId(order.layer), "latent")
+        rows = store.rows(LayerId(layers[0]), "latent")
         before = rows.clone()
         moved = order.run()
         # Bits, because poison is not equal to itself.

@@ -19,7 +19,6 @@ from kvlease.runtime.streams import CpuStream, InlineStream, open_cpu_stream
 from kvlease.runtime.supervisor import open_supervisor
 from kvlease.runtime.transfer import Transfer
 from kvlease.runtime.transfer_plan import Kind
-from kvlease.units import LayerId
 from tests.runtime.loader_rig import FAILED, REVOKED, Rig, wait_for
 from tests.runtime.rig import (
     PATIENCE_S,
@@ -129,7 +128,7 @@ async def test_wrong_code_in_a_copy_or_observer_is_not_swallowed() -> None:
         raise LayoutMismatch("rows are 8 wide, the pool's are 4")
 
     class BrokenWitness(Witness):
-        def layer_done(self, transfer: Transfer, layer: LayerId, nbytes: int) -> None:
+        def layer_done(self, transfer: Transfer, layers: tuple[int, int], nbytes: int) -> None:
             raise RuntimeError("disk full")
 
     rig = Rig()

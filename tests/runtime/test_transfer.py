@@ -281,7 +281,7 @@ def test_revoking_one_part_revokes_the_transfer() -> None:
 
 def test_an_error_of_the_observer_is_kept_and_costs_no_wake_up() -> None:
     class Broken(Witness):
-        def layer_done(self, transfer: Transfer, layer: LayerId, nbytes: int) -> None:
+        def layer_done(self, transfer: Transfer, layers: tuple[int, int], nbytes: int) -> None:
             raise RuntimeError("disk full")
 
     transfer = Transfer(plan(*grid(1, "latent")), observer=Broken())
@@ -295,11 +295,11 @@ def test_the_observer_hears_before_any_reader_sees() -> None:
     seen: list[CompletionState] = []
 
     class Peeking(Witness):
-        def layer_done(self, transfer: Transfer, layer: LayerId, nbytes: int) -> None:
-            seen.append(transfer.layer_completion(layer).state)
+        def layer_done(self, transfer: Transfer, layers: tuple[int, int], nbytes: int) -> None:
+            seen.append(transfer.layer_completion(LayerId(layers[0])).state)
 
-        def recorded(self, transfer: Transfer, layer: LayerId) -> None:
-            seen.append(transfer.layer_completion(layer).state)
+        def recorded(self, transfer: Transfer, layers: tuple[int, int]) -> None:
+            seen.append(transfer.layer_completion(LayerId(layers[0])).state)
 
         def done(self, transfer: Transfer, nbytes: int) -> None:
             seen.append(transfer.state)

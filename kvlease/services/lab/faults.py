@@ -45,8 +45,11 @@ class Which(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return (
             self.direction in (None, order.kind)
             and self.source in (None, order.source)
-            and (not self.layers or order.layer in self.layers)
-            and (not self.components or order.component in self.components)
+            and any(
+                (not self.layers or part.layer in self.layers)
+                and (not self.components or part.component in self.components)
+                for part in order.parts
+            )
             and (not self.transfers or nth in self.transfers)
         )
 

@@ -120,7 +120,7 @@ class Link:
 
     async def _take_time(self, group: _Group, parts: list[_Part]) -> None:
         """Take the time of what crosses the link; a load's copies within the device take none."""
-        transfer, layer = group.work.transfer, group.work.orders[-1].layer
+        transfer, layer = group.work.transfer, group.work.orders[-1].last_layer
         orders = [transfer.plan.copies[part.index] for part in parts]
         crossing = [order for order in orders if (order.kind, order.source) != ("load", "device")]
         async with self._turn:

@@ -131,15 +131,19 @@ class Truth:
         """Bytes are there now; called before their completion can say so."""
         self.num_landed += 1
         if self._sink is not None and self._sink.audit:
-            self._sink.emit(
-                TransferLanded(
-                    transfer=transfer.plan.id,
-                    layer=order.layer,
-                    component=order.component,
-                    nbytes=nbytes,
-                    actor="device",
+            left = nbytes
+            for part in order.parts:
+                moved = min(left, part.nbytes)
+                left -= moved
+                self._sink.emit(
+                    TransferLanded(
+                        transfer=transfer.plan.id,
+                        layer=part.layer,
+                        component=part.component,
+                        nbytes=moved,
+                        actor="device",
+                    )
                 )
-            )
         places = self._missing.get((order.layer, order.component))
         for place in order.places() if places else ():
             assert places is not None
