@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterable
 from typing import final
 
+import torch
 from attrs import frozen
 
 from kvlease.pools.carriage import Carrier
@@ -55,15 +56,17 @@ class Memory:
         the link lies in records; `carried_by` then says who moves them.
         """
         pinned = where != "cpu"
+        # Copy engines want the device's number, which the name alone does not have.
+        device = f"cuda:{torch.cuda.current_device()}" if pinned else "cpu"
         self.schema = schema
         self.sizes = sizes
         self._sink = sink
         self.poison = poison
-        self.spans = SpanStore(schema, sizes.device_pages, where)
+        self.spans = SpanStore(schema, sizes.device_pages, device)
         self.host_spans = SpanStore(schema, sizes.host_pages, pinned=pinned, in_records=pinned)
-        self.tails = TailStore(schema, sizes.device_tails, where, in_records=pinned)
+        self.tails = TailStore(schema, sizes.device_tails, device, in_records=pinned)
         self.host_tails = TailStore(schema, sizes.host_tails, pinned=pinned, in_records=pinned)
-        self.rings = RingStore(schema, sizes.slots, where)
+        self.rings = RingStore(schema, sizes.slots, device)
         self.device = PageBook("device pages", sizes.device_pages, sink, "device")
         self.host = PageBook("host pages", sizes.host_pages, sink, "host")
         self.device_tail_slots = PageBook("device tails", sizes.device_tails)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import final
 
-LOOK_S = 10e-6
+LOOK_S = 12e-6
 """What one look costs of the waiter's core, its sleep included (measured in a virtual machine)."""
 MARGIN_S = 15e-6
 MARGIN_SHARE = 0.005
@@ -21,10 +21,9 @@ SAME_KIND = 1.15
 STEP_S = 40e-6
 STEP_SHARE = 0.02
 """How much earlier to look the next time where the first look came too late."""
-WATCH_SHARE = 0.8
-"""Of what may be spent while a point is waited for: for looking when it is due."""
 WATCH_S = 30e-6
-"""What may be spent on that at least: late is worse than busy where work is short."""
+"""What may be spent on looking when a point is due, at least: where work is short, late is worse
+than busy."""
 MEMORY = 6
 """Durations that are remembered: steps of a few kinds may alternate on one stream."""
 CLOSE_S = 12e-6
@@ -102,7 +101,7 @@ class Pace:
 
     def _window(self, low: float, high: float) -> Window:
         margin = MARGIN_S + SPREAD_SHARE * (high - low) + MARGIN_SHARE * high
-        allowed = max(WATCH_SHARE * self._share * high, WATCH_S)
+        allowed = max(self._share * high, WATCH_S)
         width = high - low + 2 * margin
         gap = width * LOOK_S / allowed
         return low - margin, high + margin, 0.0 if gap < CLOSE_S else min(gap, self._late_s)

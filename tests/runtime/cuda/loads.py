@@ -63,7 +63,13 @@ class Bench:
         return Transfer(plan, observer=observer), here, there
 
     def _some(self) -> list[int]:
-        return self.rng.sample(range(2 * PAGES), PAGES)
+        """Return pages in two stretches, in any order."""
+        first, second = self.rng.sample(range(4), 2)
+        half = PAGES // 2
+        return [
+            *range(half * first, half * (first + 1)),
+            *range(half * second, half * (second + 1)),
+        ]
 
     def poison(self, there: Iterable[int]) -> None:
         """Fill device pages with NaN bytes, in the order of the calling worker's queue."""

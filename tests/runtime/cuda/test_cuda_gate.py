@@ -24,7 +24,7 @@ from tests.runtime.rig import PATIENCE_S, Held
 
 PLANNED, RECORDED = CompletionState.PLANNED, CompletionState.RECORDED
 DONE, FAILED, REVOKED = CompletionState.DONE, CompletionState.FAILED, CompletionState.REVOKED
-LATE_S = 60e-6
+LATE_S = 0.6e-3
 """How much later than its record a copy may come, and than its reader's launch a wait."""
 
 
@@ -47,7 +47,7 @@ async def read_loads(device: Device, num_loads: int, *, waits: bool) -> tuple[in
     bench = Bench(device)
     bad = torch.zeros((), dtype=torch.int64, device=device.name)
     reads = 0
-    lag = partial(device.delay, LATE_S / 4)
+    lag = partial(device.delay, LATE_S / 40)
     async with loading(device, DeviceCopier(device, LATE_S)) as (rig, compute, _):
         for number in range(num_loads):
             transfer, here, there = bench.load()
