@@ -29,8 +29,6 @@ class CopyEngine:
 
     def __init__(self, device: torch.device) -> None:
         """Find the driver's entry; raises OperatingError where it has none (before CUDA 12.8)."""
-        torch.cuda.set_device(device)
-        torch.cuda.current_stream(device).synchronize()  # the device's context is current from here
         driver = ctypes.CDLL("libcuda.so.1")
         # The second version lost the parameter that tells which copy failed.
         self._tells_failed = not hasattr(driver, "cuMemcpyBatchAsync_v2")
@@ -43,7 +41,9 @@ class CopyEngine:
         self._copy.argtypes = [*[pointer] * 3, number, pointer, pointer, number, *failed, pointer]
         self._set_context = driver.cuCtxSetCurrent
         self._context = ctypes.c_void_p()
-        driver.cuCtxGetCurrent(ctypes.byref(self._context))
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # makes the device's context the current one
+            driver.cuCtxGetCurrent(ctypes.byref(self._context))
         # access order, two location hints of two numbers each, flags
         attributes = (ctypes.c_int * 6)(_STREAM_ORDER, 0, 0, 0, 0, _OVERLAP_WITH_COMPUTE)
         first, failed_one = ctypes.c_size_t(0), ctypes.c_size_t(0)
