@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvlease.errors import BadInput, OperatingError, leaves
+from kvlease.protocols.event_base import Level
 from kvlease.services.bench_options import BenchOptions
 from kvlease.services.lab.explore_options import ExploreOptions
 from kvlease.services.options import (
-    CommonOptions,
     DoctorOptions,
     GenerateOptions,
     ReplayOptions,
@@ -26,6 +26,7 @@ from kvlease.services.options import (
 from kvlease.services.outputs import check_apart, check_writable
 from kvlease.services.parser import build_parser
 from kvlease.services.race_options import RaceOptions
+from kvlease.services.serve_options import ServeOptions
 
 if TYPE_CHECKING:
     from kvlease.runtime.event_log import EventLog
@@ -70,14 +71,14 @@ def _check(options: RunOptions | GenerateOptions) -> None:
 
 
 @contextmanager
-def _open_log(common: CommonOptions) -> "Generator[EventLog, None, None]":
+def _open_log(log_file: str | None, level: Level) -> "Generator[EventLog, None, None]":
     """Open the log for a command; wrong input leaves none behind, and an older log as it was."""
     from kvlease.runtime.event_log import open_event_log
 
-    path = None if common.log is None else Path(common.log).resolve()
+    path = None if log_file is None else Path(log_file).resolve()
     older = _set_aside(path) if path is not None and path.is_file() else None
     try:
-        with open_event_log(common.log, common.log_level) as log:
+        with open_event_log(log_file, level) as log:
             yield log
     except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
         is_refused = any(isinstance(leaf, BadInput) for leaf in leaves(error))
@@ -125,7 +126,7 @@ def _run(options: RunOptions) -> int:
 
     common = options.common
     errors = Console(stderr=True)
-    with _open_log(common) as log, open_reporter(errors) as reporter:
+    with _open_log(common.log, common.log_level) as log, open_reporter(errors) as reporter:
         if common.log is None and common.log_level == "normal":
             log.subscribe(people_log(reporter.say, colors=errors.is_terminal))
         outcome = trio.run(partial(run, options, log, reporter))
@@ -147,7 +148,7 @@ def _generate(options: GenerateOptions) -> int:
 
     common = options.common
     errors = Console(stderr=True)
-    with _open_log(common) as log:
+    with _open_log(common.log, common.log_level) as log:
         if common.log is None and common.log_level == "normal":
             say = partial(errors.print, markup=False, highlight=False, soft_wrap=True)
             log.subscribe(people_log(say, colors=errors.is_terminal))
@@ -158,6 +159,43 @@ def _generate(options: GenerateOptions) -> int:
         for line in lines_of(options, answers):
             print(line)
     return OK if log.complete else WRONG
+
+
+def _serve(options: ServeOptions) -> int:
+    from kvlease.services.serving.plan import make_plan
+
+    plan = make_plan(options.config())
+    config = plan.config
+    check_apart({"--log": config.log, "--json": options.json})
+    if options.check:
+        print("kvlease: the configuration is good")
+        return OK
+    _settle_threads(config.model)
+    import trio
+    from rich.console import Console
+
+    from kvlease.services.console import people_log
+    from kvlease.services.report import write_json
+    from kvlease.services.serving.supervisor import serve
+
+    errors = Console(stderr=True)
+
+    def say(sentence: str) -> None:
+        print(f"kvlease: {sentence}", flush=True)
+
+    with _open_log(config.log, config.level) as log:
+        if config.log is None and config.level == "normal":
+            tell = partial(errors.print, markup=False, highlight=False, soft_wrap=True)
+            log.subscribe(people_log(tell, colors=errors.is_terminal))
+        outcome = trio.run(partial(serve, plan, log, say))
+    if options.json is not None and outcome.statistics is not None:
+        write_json(options.json, outcome.statistics)
+    if outcome.cut or outcome.is_stopped:
+        _say(f"{outcome.cut} answers were cut short")
+    if outcome.is_interrupted:
+        _say("interrupted; the log is closed")
+        return INTERRUPTED
+    return OK if outcome.is_whole and log.complete else WRONG
 
 
 def _serving_nothing(command: Callable[[], int]) -> int:
@@ -225,8 +263,8 @@ def _explore(options: ExploreOptions) -> int:
 def _bench(options: BenchOptions) -> int:
     from rich.console import Console
 
-    from kvlease.services.bench.figure import table_lines
     from kvlease.services.bench.command import bench
+    from kvlease.services.bench.figure import table_lines
     from kvlease.services.report import write_json
 
     errors = Console(stderr=True)
@@ -263,6 +301,9 @@ def _dispatch(argv: Sequence[str] | None) -> int:
             _check(options)
             _settle_threads(options.common.model)
             return _generate(options)
+        case ServeOptions():
+            check_writable(options.json)
+            return _serve(options)
         case ReplayOptions():
             _check_replay(options)
             if options.rerun:

@@ -10,7 +10,7 @@ from typing import final
 import msgspec
 import structlog
 
-from kvlease.protocols.events import Event
+from kvlease.protocols.events import Event, LogClose
 
 _TROUBLE = ("fail", "failed", "late", "revoke", "refuse", "discarded", "died", "gap")
 
@@ -42,8 +42,8 @@ def people_log(say: Callable[[str], None], *, colors: bool) -> Callable[[Event],
     first_ns: list[int] = []
 
     def show(event: Event) -> None:
-        if event.audit:
-            return
+        if event.audit or (not first_ns and isinstance(event, LogClose)):
+            return  # a log that is closed before anything was told tells nobody anything
         if not first_ns:
             first_ns.append(event.t_ns)
         fields: dict[str, object] = msgspec.to_builtins(event)

@@ -21,6 +21,7 @@ from kvlease.services.options import (
     common_of,
 )
 from kvlease.services.race_options import RACE, RACE_EXAMPLES, add_race, race_options
+from kvlease.services.serve_options import SERVE, SERVE_EXAMPLES, add_serve, serve_options
 from kvlease.version import __version__
 
 _ABOUT = """\
@@ -31,6 +32,7 @@ _FIRST_STEPS = """\
 first steps:
   kvlease run --verify --sessions 16      serve 16 agent sessions, check every answer
   kvlease generate --text "Hello"         one answer from the embedded model
+  kvlease serve --listen unix://k.sock    serve other programs over RPC
   kvlease replay run.kvlog                judge the event log of a run (--log FILE)
   kvlease race                            see the bug that this ends, and that it is ended
   kvlease bench                           how fast it is here, beside ceilings and peers
@@ -207,6 +209,14 @@ _COMMANDS = (
         _add_generate,
         _generate_options,
         _GENERATE_EXAMPLES,
+    ),
+    _Command(
+        "serve",
+        "serve a model to other programs, over RPC",
+        SERVE,
+        add_serve,
+        serve_options,
+        SERVE_EXAMPLES,
     ),
     _Command(
         "replay",

@@ -45,13 +45,11 @@ class Server:
 
     @property
     def address(self) -> str:
-        return str(self.door.addresses[0])
+        return self.door.addresses[0]
 
     @property
     def port(self) -> int:
-        address = self.door.addresses[0]
-        assert isinstance(address, TcpAddress)
-        return address.port
+        return int(self.address.rpartition(":")[2])
 
 
 @asynccontextmanager

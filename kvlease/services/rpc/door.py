@@ -99,19 +99,20 @@ class RpcDoor:
         self.num_unknown = 0
         self._service = service
         self._listeners = list(listeners)
+        self._bound = [bound_address(listener) for listener in self._listeners]
         self._tls = tls
 
     @property
-    def addresses(self) -> list[Address]:
-        """Where it listens."""
-        return [bound_address(listener) for listener in self._listeners]
+    def addresses(self) -> list[str]:
+        """Where it listens, as people write it."""
+        return [str(address) for address in self._bound]
 
     async def run(self) -> None:
         """Serve until the service has drained and every client was told, or until cancelled.
 
         Checkpoints: always. The listeners are closed when it returns.
         """
-        paths = [a.path for a in self.addresses if isinstance(a, UnixAddress)]
+        paths = [a.path for a in self._bound if isinstance(a, UnixAddress)]
         try:
             async with trio.open_nursery() as clients:
                 clients.start_soon(self._listen, clients)

@@ -17,7 +17,7 @@ from attrs import asdict, define, frozen
 
 from kvlease.errors import KVLeaseError, Refused
 from kvlease.protocols.config import SamplingParams
-from kvlease.protocols.events import RpcCall, RpcClose, RpcDrain, RpcOpen, RpcRefused
+from kvlease.protocols.events import Event, RpcCall, RpcClose, RpcDrain, RpcOpen, RpcRefused
 from kvlease.protocols.rpc import Health, PoolCounts, ServerStatistics, TenantCounts
 from kvlease.runtime.event_log import EventLog
 from kvlease.runtime.request import Listener
@@ -120,14 +120,14 @@ class Service:
         self.clients.add(client)
         self.doors[f"{door}_clients"] += 1
         if self._log.normal:
-            self._log.emit(RpcOpen(client=client.id, door=door, peer=peer, tenant=tenant.name))
+            self._emit(RpcOpen(client=client.id, door=door, peer=peer, tenant=tenant.name))
         return client
 
     def leave(self, client: Client, reason: str) -> None:
         """Note that a client has gone; its calls have ended before."""
         self.clients.discard(client)
         if self._log.normal:
-            self._log.emit(RpcClose(client=client.id, reason=reason, calls=client.num_calls))
+            self._emit(RpcClose(client=client.id, reason=reason, calls=client.num_calls))
 
     def refuse(
         self,
@@ -145,7 +145,7 @@ class Service:
         self._tenant_refused[name] += 1
         if self._log.normal:
             number = 0 if client is None else client.id
-            self._log.emit(
+            self._emit(
                 RpcRefused(
                     door=door,
                     peer=peer,
@@ -156,6 +156,10 @@ class Service:
                 )
             )
         return error
+
+    def _emit(self, event: Event) -> None:
+        event.actor = "doors"
+        self._log.emit(event)
 
     def _draining(self) -> Refused:
         return Refused("draining", "the server is ending and takes no more requests", None)
@@ -227,7 +231,7 @@ class Service:
             raise
         finally:
             if self._log.normal:
-                self._log.emit(
+                self._emit(
                     RpcCall(
                         client=client.id,
                         call=number,
@@ -308,7 +312,7 @@ class Service:
             return DrainReport(self._cut)
         self.status = "draining"
         if self._log.normal:
-            self._log.emit(RpcDrain(state="begin", streams=self.num_streams))
+            self._emit(RpcDrain(state="begin", streams=self.num_streams))
         with trio.move_on_after(self.limits.drain_timeout_s):
             await self._idle.wait()
         self._cut = self.num_streams
@@ -316,7 +320,7 @@ class Service:
             scope.cancel()
         await self._idle.wait()
         if self._log.normal:
-            self._log.emit(RpcDrain(state="end", streams=0, cut=self._cut))
+            self._emit(RpcDrain(state="end", streams=0, cut=self._cut))
         self.drained.set()
         return DrainReport(self._cut)
 
@@ -344,8 +348,10 @@ class Service:
                 streams=self._tenant_streams[name],
                 calls=self._calls[name],
                 refused=self._tenant_refused[name],
+                device_pages=self.engine.cache.share("device", salt=tenant.salt),
+                host_pages=self.engine.cache.share("host", salt=tenant.salt),
             )
-            for name in self.tenants.by_name
+            for name, tenant in self.tenants.by_name.items()
         }
         return ServerStatistics(
             uptime_s=trio.current_time() - self._started_s,

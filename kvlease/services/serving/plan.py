@@ -1,0 +1,101 @@
+"""A configuration made ready: secrets read, addresses parsed, TLS loaded; nothing is started.
+
+All that can be wrong without an engine is found here, so that `kvlease serve --check` finds it too.
+"""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+from attrs import frozen
+
+from kvlease.errors import ConfigError
+from kvlease.services.outputs import check_writable
+from kvlease.services.rpc.address import Address, parse_address
+from kvlease.services.serving.config import ServeConfig
+from kvlease.services.serving.tenants import Tenant, Tenants, salt_of
+
+
+@frozen
+class Plan:
+    """What a server is started from."""
+
+    config: ServeConfig
+    tenants: Tenants
+    addresses: tuple[Address, ...]
+    tls: ssl.SSLContext | None
+
+
+def make_plan(config: ServeConfig) -> Plan:
+    """Read the files that a configuration names, and refuse what cannot be served.
+
+    Raises:
+        ConfigError: a file is missing or no good, or the server would be open to strangers.
+    """
+    if config.model is not None and not Path(config.model).is_dir():
+        raise ConfigError(f"model {config.model} is no folder; give one with a config.json")
+    if config.level == "audit" and config.log is None:
+        raise ConfigError("log_level audit is for a file; say which with log")
+    if config.http is not None:
+        raise ConfigError("http: this version has no HTTP door; leave it out")
+    check_writable(config.log)
+    tenants = Tenants(_tenants(config))
+    addresses = tuple(parse_address(text) for text in config.listen)
+    if not addresses and config.http is None:
+        raise ConfigError("listen is empty, so nobody could reach the server; give an address")
+    for address in addresses:
+        if not (tenants.needs_secret or address.is_local):
+            raise ConfigError(
+                f"{address} can be reached from other machines; give secret_file or tenants, so"
+                " that not everybody is let in"
+            )
+    return Plan(config, tenants, addresses, _tls(config))
+
+
+def _tenants(config: ServeConfig) -> list[Tenant]:
+    found: list[Tenant] = []
+    if config.secret_file is not None:
+        found.append(Tenant(secret=_secret(config.secret_file), is_admin=True))
+    for section in config.tenants:
+        secret = _secret(section.secret_file)
+        if not section.name:
+            raise ConfigError("a tenant needs a name")
+        found.append(
+            Tenant(
+                name=section.name,
+                secret=secret,
+                salt=salt_of(secret if section.salt is None else section.salt.encode()),
+                is_admin=section.admin,
+                max_streams=section.max_streams,
+                device_pages=section.device_pages,
+                host_pages=section.host_pages,
+            )
+        )
+    return found
+
+
+def _secret(path: str) -> bytes:
+    try:
+        secret = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read the secret {path}: {error.strerror or error}") from error
+    if not secret:
+        raise ConfigError(f"the secret file {path} is empty")
+    return secret
+
+
+def _tls(config: ServeConfig) -> ssl.SSLContext | None:
+    if config.tls_cert is None and config.tls_key is None:
+        return None
+    if config.tls_cert is None or config.tls_key is None:
+        raise ConfigError("tls_cert and tls_key go together; give both or none")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(config.tls_cert, config.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"cannot load tls_cert {config.tls_cert} with tls_key {config.tls_key}: {reason}"
+        ) from error
+    return context
