@@ -11,6 +11,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 import torch
+from attrs import define
 
 from kvlease.pools.carriage import Direction, Move, carry
 from kvlease.pools.prefix_node import CacheTier
@@ -20,12 +21,11 @@ from kvlease.pools.storage import (
     SpanStore,
     TailStore,
     on_device,
-    span_components,
     tail_components,
 )
 from kvlease.protocols.ports import CopyOrder, CopyPart
 from kvlease.protocols.schema import Schema, TailComponent
-from kvlease.units import LayerId, TransferId
+from kvlease.units import TransferId
 
 
 def index_tensor(numbers: Iterable[int]) -> torch.Tensor:
@@ -84,16 +84,10 @@ def span_parts(
     pages: tuple[torch.Tensor, torch.Tensor],
 ) -> Iterator[Numbered]:
     """Yield what moves pages from ends[0] to ends[1], pages [n] int64 at each end."""
-    source, target = ends
-    count = pages[0].numel()  # a tensor's len() costs more than the rest of a part
-    records = source.records or target.records
+    records = ends[0].records or ends[1].records
     carrier = None if records is None else records.carrier
     move = None if carrier is None else carrier.pages(kind, *pages)
-    for layer, span in span_components(schema):
-        name = span.name
-        part = CopyPart(layer, name, count * schema.rows_per_page(span) * span.format.nbytes)
-        rows = source.rows(layer, name), target.rows(layer, name)
-        yield _numbered(part, rows, pages, _carried(move, records, part))
+    return _numbered(ends, pages, records, move)
 
 
 def tail_parts(
@@ -103,38 +97,33 @@ def tail_parts(
     slots: tuple[torch.Tensor, torch.Tensor],
 ) -> Iterator[Numbered]:
     """Yield what moves kept tails between tiers, slots [n] int64 at each end."""
-    source, target = ends
-    count = slots[0].numel()
-    records = target.records
+    records = ends[1].records
     carrier = None if records is None else records.carrier
     move = None if carrier is None else carrier.tails(kind, *slots)
-    for layer, tail in tail_components(schema):
-        name = tail.name
-        if tail.kept_rows:
-            part = CopyPart(layer, name, count * tail.kept_nbytes)
-            kept = source.kept(layer, name), target.kept(layer, name)
-            yield _numbered(part, kept, slots, _carried(move, records, part))
-
-
-def _carried(
-    move: Move | None, records: Records | None, part: CopyPart
-) -> Callable[[], int] | None:
-    """Return a carrier's way to move one component, or None where there is no carrier."""
-    if move is None or records is None:
-        return None
-    group = records.group_of(LayerId(part.layer), part.component)
-    return partial(carry, move, group, part.nbytes)
+    return _numbered(ends, slots, records, move)
 
 
 def _numbered(
-    part: CopyPart,
-    ends: tuple[torch.Tensor, torch.Tensor],
+    ends: tuple[SpanStore, SpanStore] | tuple[TailStore, TailStore],
     numbers: tuple[torch.Tensor, torch.Tensor],
-    run: Callable[[], int] | None,
-) -> Numbered:
-    (source, target), (from_ids, to_ids) = ends, numbers
-    run = run or partial(mover(source, target), source, from_ids, target, to_ids)
-    return Numbered(part, run, target, to_ids)
+    records: Records | None,
+    move: Move | None,
+) -> Iterator[Numbered]:
+    """Yield the parts of numbered pages or slots, [n] int64 at each end.
+
+    Planning is mostly this loop: what does not change from one to the next is in the stores.
+    """
+    source, target = ends
+    from_ids, to_ids = numbers
+    count = from_ids.numel()  # a tensor's len() costs more than the rest of a part
+    for name, unit in source.parts:
+        rows, nbytes = target.memory[name], count * unit
+        if move is None or records is None:
+            here = source.memory[name]
+            run = partial(mover(here, rows), here, from_ids, rows, to_ids)
+        else:
+            run = partial(carry, move, records.groups_of[name], nbytes)
+        yield Numbered(CopyPart(*name, nbytes), run, rows, to_ids)
 
 
 def span_orders(
@@ -251,19 +240,43 @@ def _kept_places(
     return on_device(flat, device), some
 
 
-def _resumed_rows(tail: TailComponent, boundary: int) -> torch.Tensor:
-    first = max(0, boundary - tail.kept_rows)
-    return torch.arange(first, boundary, dtype=torch.int64) % tail.ring_rows
+@define
+class _Resumption:
+    """One component's way from a kept tail into a ring, worked out when it is asked for.
 
+    Shapes: kept [num_tails, kept_rows, kept_width], rings [num_slots, ring_rows, width].
+    """
 
-def _resume(kept: torch.Tensor, ring: torch.Tensor, rows: torch.Tensor) -> int:
-    """Copy the kept rows that exist into their ring rows, which go once around the ring's end."""
-    existing = kept[len(kept) - len(rows) :]
-    start = int(rows[0])
-    until_end = min(len(rows), len(ring) - start)
-    ring[start : start + until_end].copy_(existing[:until_end], non_blocking=True)
-    ring[: len(rows) - until_end].copy_(existing[until_end:], non_blocking=True)
-    return kept.nbytes
+    kept: torch.Tensor
+    rings: torch.Tensor
+    tail_slot: int
+    slot: int
+    boundary: int
+
+    @property
+    def ring(self) -> torch.Tensor:
+        """The part of the slot's ring that is kept."""
+        return self.rings[self.slot, :, : self.kept.shape[2]]
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The ring's rows that existed at the boundary, in order of position."""
+        first = max(0, self.boundary - self.kept.shape[1])
+        return torch.arange(first, self.boundary, dtype=torch.int64) % self.rings.shape[1]
+
+    def run(self) -> int:
+        """Copy the kept rows that exist into their ring rows, which go once around the end."""
+        kept, ring, rows = self.kept[self.tail_slot], self.ring, self.rows
+        existing = kept[len(kept) - len(rows) :]
+        start = int(rows[0])
+        until_end = min(len(rows), len(ring) - start)
+        ring[start : start + until_end].copy_(existing[:until_end], non_blocking=True)
+        ring[: len(rows) - until_end].copy_(existing[until_end:], non_blocking=True)
+        return kept.nbytes
+
+    def memory(self) -> list[memoryview]:
+        """Borrow what is written, row by row."""
+        return _numbered_bytes(self.ring, self.rows)
 
 
 def resume_orders(
@@ -277,28 +290,17 @@ def resume_orders(
     """Yield the orders that fill a sequence's rings from a tier's tail at token ``boundary``."""
     tier, store, tail_slot = tails
     ring_store, slot = rings
-    carrier = None if store.records is None else store.records.carrier
+    records = store.records
+    carrier = None if records is None else records.carrier
     move = None if carrier is None else carrier.resume(tier, tail_slot, slot, boundary)
-    resumed: dict[tuple[int, int], torch.Tensor] = {}
-    for layer, tail in tail_components(schema):
-        if tail.kept_rows:
-            kept = store.kept(layer, tail.name)[tail_slot]
-            ring = ring_store.ring(layer, tail.name)[slot, :, : tail.kept_width]
-            size = tail.ring_rows, tail.kept_rows
-            rows = resumed.get(size)
-            if rows is None:
-                rows = resumed[size] = _resumed_rows(tail, boundary)
-            part = CopyPart(layer, tail.name, tail.kept_nbytes)
-            carried = _carried(move, store.records, part)
-            yield CopyOrder(
-                transfer,
-                kind,
-                tier,
-                (part,),
-                carried or partial(_resume, kept, ring, rows),
-                partial(list[int], (slot,)),
-                partial(_numbered_bytes, ring, rows),
-            )
+    places = partial(list[int], (slot,))
+    for part, nbytes in store.parts:
+        here = _Resumption(store.memory[part], ring_store.ring(*part), tail_slot, slot, boundary)
+        if move is None or records is None:
+            run = here.run
+        else:
+            run = partial(carry, move, records.groups_of[part], nbytes)
+        yield CopyOrder(transfer, kind, tier, (CopyPart(*part, nbytes),), run, places, here.memory)
 
 
 def in_layer_order(orders: Iterable[CopyOrder]) -> tuple[CopyOrder, ...]:

@@ -30,22 +30,22 @@ class Records:
         self.memory = tuple(
             allocate(count * group.nbytes).view(count, group.nbytes) for group in groups
         )
-        self._places = {
-            (piece.layer, piece.component): (number, piece)
+        self._pieces = {
+            (piece.layer, piece.component): piece for group in groups for piece in group.pieces
+        }
+        self.groups_of = {
+            (piece.layer, piece.component): number
             for number, group in enumerate(groups)
             for piece in group.pieces
         }
-
-    def group_of(self, layer: LayerId, component: str) -> int:
-        """Return the number of the group that a component is in."""
-        return self._places[layer, component][0]
+        """The number of the group that a component is in."""
 
     def component(
         self, layer: LayerId, component: str, dtype: torch.dtype, shape: tuple[int, int]
     ) -> torch.Tensor:
         """Borrow one component of all records, as [count, *shape] of a dtype."""
-        number, piece = self._places[layer, component]
-        rows = self.memory[number].view(dtype)
+        piece = self._pieces[layer, component]
+        rows = self.memory[self.groups_of[layer, component]].view(dtype)
         first = piece.offset // dtype.itemsize
         values = shape[0] * shape[1]
         return rows[:, first : first + values].view(len(rows), *shape)

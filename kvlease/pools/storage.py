@@ -25,6 +25,8 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "byte": torch.uint8,
 }
+Part = tuple[LayerId, str]
+"""A layer and one of its components."""
 _POISON_BYTE = 0xFF
 """Every float format reads 0xFF bytes as NaN (e4m3 included)."""
 
@@ -104,14 +106,19 @@ class SpanStore:
         self.records: Records | None = None
         if in_records:
             self.records = _records(page_groups(schema), num_pages, device, pinned)
-        self._rows: dict[tuple[LayerId, str], torch.Tensor] = {}
+        self.memory: dict[Part, torch.Tensor] = {}
+        self.parts = tuple(
+            ((layer, span.name), schema.rows_per_page(span) * span.format.nbytes)
+            for layer, span in span_components(schema)
+        )
+        """Every component, in layer order, with its bytes of one page."""
         self._planes: dict[tuple[LayerId, str], tuple[int, ...]] = {}
         for layer in schema.layers:
             for span in layer.spans:
                 self._planes[layer.id, span.name] = span.format.planes
                 dtype, length = row_shape(span.format)
                 shape = schema.rows_per_page(span), length
-                self._rows[layer.id, span.name] = (
+                self.memory[layer.id, span.name] = (
                     _allocate((num_pages, *shape), dtype, device, pinned)
                     if self.records is None
                     else self.records.component(layer.id, span.name, dtype, shape)
@@ -119,7 +126,7 @@ class SpanStore:
 
     def rows(self, layer: LayerId, component: str) -> torch.Tensor:
         """Borrow the rows of one component of one layer."""
-        return self._rows[layer, component]
+        return self.memory[layer, component]
 
     def planes(self, layer: LayerId, component: str) -> tuple[int, ...]:
         """Return how a page lays out the parts of these rows: `RowFormat.planes`."""
@@ -127,19 +134,19 @@ class SpanStore:
 
     def poison_pages(self, pages: torch.Tensor) -> None:
         """Fill whole pages with NaN bytes, as `poison` does; pages [n] int64."""
-        for rows in self._rows.values():
+        for rows in self.memory.values():
             rows.view(torch.uint8).index_fill_(0, pages.to(rows.device), _POISON_BYTE)
             _wait_for(rows)
 
     def poison_all(self) -> None:
         """Fill the whole store with NaN bytes."""
-        for rows in self._rows.values():
+        for rows in self.memory.values():
             poison(rows)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole store."""
-        return sum(rows.nbytes for rows in self._rows.values())
+        return sum(rows.nbytes for rows in self.memory.values())
 
 
 @final
@@ -182,12 +189,18 @@ class TailStore:
         self.records: Records | None = None
         if in_records:
             self.records = _records(tail_groups(schema), num_tails, device, pinned)
-        self._kept: dict[tuple[LayerId, str], torch.Tensor] = {}
+        self.memory: dict[Part, torch.Tensor] = {}
+        self.parts = tuple(
+            ((layer, tail.name), tail.kept_nbytes)
+            for layer, tail in tail_components(schema)
+            if tail.kept_rows
+        )
+        """Every component that is kept, in layer order, with its bytes of one tail."""
         for layer_id, tail in tail_components(schema):
             if tail.kept_rows:
                 dtype, _ = row_shape(tail.format)
                 shape = tail.kept_rows, tail.kept_width
-                self._kept[layer_id, tail.name] = (
+                self.memory[layer_id, tail.name] = (
                     _allocate((num_tails, *shape), dtype, device, pinned)
                     if self.records is None
                     else self.records.component(layer_id, tail.name, dtype, shape)
@@ -195,11 +208,11 @@ class TailStore:
 
     def kept(self, layer: LayerId, component: str) -> torch.Tensor:
         """Borrow the kept rows of one component of one layer."""
-        return self._kept[layer, component]
+        return self.memory[layer, component]
 
     def poison_slot(self, slot: int) -> None:
         """Fill one kept tail with NaN bytes."""
-        for kept in self._kept.values():
+        for kept in self.memory.values():
             poison(kept[slot])
 
 

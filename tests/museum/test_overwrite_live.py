@@ -174,7 +174,7 @@ def test_moves_within_one_store_are_simultaneous(seed: int) -> None:
     for layer, span in span_components(MLA):
         rows = store.rows(layer, span.name)
         rows.copy_(torch.arange(rows.numel(), dtype=rows.dtype).view(rows.shape))
-    before = {key: store.rows(*key).clone() for key in store._rows}
+    before = {key: store.rows(*key).clone() for key in store.memory}
     ends = (index_tensor(source), index_tensor(target))
     for order in span_orders(MLA, TransferId(1), "load", (store, store), ends):
         assert order.run() == order.nbytes
