@@ -95,6 +95,7 @@ __all__ = [
     "RequestFinished",
     "RequestPreempted",
     "RequestSubmitted",
+    "RequestToolCallError",
     "Row",
     "RpcCall",
     "RpcClose",
@@ -280,6 +281,21 @@ class RequestFailed(NormalEvent, tag="request.failed", kw_only=True, gc=False):
     usage: Usage
 
 
+class RequestToolCallError(NormalEvent, tag="request.tool_call_error", kw_only=True, gc=False):
+    """An answer's tool call is malformed, the first symptom of a cache that is corrupt.
+
+    Attributes:
+        reason: ``syntax``, ``unknown_tool``, ``duplicate_parameter``, ``invalid_json``, ``schema``
+            or ``truncated``.
+        raw: what the model wrote, from the start of its calls; the end of it where it is long.
+    """
+
+    request: int
+    reason: str
+    message: str
+    raw: str
+
+
 class ActorStart(NormalEvent, tag="actor.start", kw_only=True, gc=False):
     """An actor began to take messages."""
 
@@ -303,7 +319,7 @@ class ActorRestart(NormalEvent, tag="actor.restart", kw_only=True, gc=False):
 AnyEvent: TypeAlias = (
     LogOpen | LogGap | LogClose
     | RequestSubmitted | RequestAdmitted | RequestPreempted
-    | RequestCancelled | RequestFinished | RequestFailed
+    | RequestCancelled | RequestFinished | RequestFailed | RequestToolCallError
     | PageReserve | PageSeal | PageEvict | PageQuarantine | PageFree | PageLedger | PageMismatch
     | LeaseOpen | LeaseWait | LeaseClose | LeaseMove
     | TransferPlan | TransferRecord | TransferLanded | TransferLayerDone | TransferDone

@@ -6,6 +6,7 @@ not found is written and tokenised again: slower by a few pages, never wrong.
 """
 
 import hashlib
+import threading
 from array import array
 from collections import OrderedDict
 from typing import final
@@ -49,21 +50,23 @@ class PrefixHash:
 
 @final
 class AnswerMemory:
-    """Answers' tokens by key; the longest unused go first."""
+    """Answers' tokens by key; the longest unused go first. Any thread may ask."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         """Start empty."""
         self._max_bytes = max_bytes
         self._nbytes = 0
         self._answers: OrderedDict[bytes, array[int]] = OrderedDict()
+        self._lock = threading.Lock()
 
     def put(self, key: bytes, tokens: list[int]) -> None:
         """Keep an answer's tokens, in place of older ones of the same key."""
-        self._forget(self._answers.pop(key, None))
-        self._answers[key] = array("i", tokens)
-        self._nbytes += 4 * len(tokens) + _OVERHEAD
-        while self._nbytes > self._max_bytes:
-            self._forget(self._answers.popitem(last=False)[1])
+        with self._lock:
+            self._forget(self._answers.pop(key, None))
+            self._answers[key] = array("i", tokens)
+            self._nbytes += 4 * len(tokens) + _OVERHEAD
+            while self._nbytes > self._max_bytes:
+                self._forget(self._answers.popitem(last=False)[1])
 
     def _forget(self, tokens: "array[int] | None") -> None:
         if tokens is not None:
@@ -71,8 +74,9 @@ class AnswerMemory:
 
     def get(self, key: bytes) -> list[int] | None:
         """Return the tokens of an answer, if they are still known."""
-        found = self._answers.get(key)
-        if found is None:
-            return None
-        self._answers.move_to_end(key)
+        with self._lock:
+            found = self._answers.get(key)
+            if found is None:
+                return None
+            self._answers.move_to_end(key)
         return found.tolist()

@@ -1,0 +1,1 @@
+"""The HTTP door: the part of OpenAI's protocol that its clients need, and what operators read."""
