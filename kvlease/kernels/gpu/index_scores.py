@@ -97,6 +97,8 @@ def _decode_scores(
         begin = tl.sum(tl.where(ends <= page, pages, 0))
         visible = (tl.load(positions + sequence) + 1) // RATIO
         stop = tl.minimum(last, begin + (visible + PAGE_ROWS - 1) // PAGE_ROWS)
+        # the table's first entry travels beside the query, not after it; page ids are not negative
+        stop += tl.minimum(tl.load(table + sequence * table_stride + page - begin), 0)
         query = tl.load(queries + (sequence * HEADS + heads[None, :]) * WIDTH + channels[:, None])
         # relu(x) = (x + |x|) / 2: an addition issues at twice the rate of a maximum
         weights = tl.load(head_weights + sequence * HEADS + heads) * 0.5
@@ -151,6 +153,6 @@ def decode_scores(
         HEADS=num_heads,
         RATIO=ratio,
         SEQUENCES=triton.next_power_of_2(num_sequences),
-        STAGES=4,
+        STAGES=5 if keys.scales is not None else 3,
         num_warps=4,
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvlease.errors import LayoutMismatch
-from kvlease.kernels.gpu.topk_narrow import find_bar, lanes_of, narrow, sortable
+from kvlease.kernels.gpu.topk_narrow import KEY_END, find_bar, lanes_of, narrow, sortable
 
 MAX_K = 1024
 PART = 16384
@@ -38,6 +38,8 @@ def _finish(
         rows = tl.load(names + index, mask=held, other=0, cache_modifier=".cg")
     else:
         rows = start + index
+    # asked for now, so that the pages are there when the search ends
+    page = tl.load(pages + rows // PAGE_ROWS, mask=held & final, other=0)
     keys = tl.where(held, sortable(few), 0)
     bar, reach = find_bar(keys, low, high, count, K, K, GROUPS <= 1024)
     chosen = keys >= bar
@@ -47,7 +49,6 @@ def _finish(
         chosen = (keys > bar) | (level & (tl.cumsum(level.to(tl.int32)) <= room))
     rank = tl.cumsum(chosen.to(tl.int32)) - 1
     if final:
-        page = tl.load(pages + rows // PAGE_ROWS, mask=chosen, other=0)
         tl.store(out_rows + rank, page * PAGE_ROWS + rows % PAGE_ROWS, mask=chosen)
     else:
         tl.store(out_scores + rank, few, mask=chosen)
@@ -70,36 +71,45 @@ def _list_all(visible, pages, out, K: tl.constexpr, LANES: tl.constexpr, PAGE_RO
     tl.store(out + lanes, flat, mask=lanes < K)
 
 
-@triton.jit(do_not_specialize=["out_stride", "best_stride", "pack_stride", "scores_stride"])
+@triton.jit(
+    do_not_specialize=["out_stride", "best_stride", "pack_stride", "scores_stride", "width"]
+)
 def _choose_parts(
     scores, positions, sequences, table, out, best_scores, best_rows, pack, out_stride,
-    best_stride, pack_stride, scores_stride, table_stride, K: tl.constexpr, RATIO: tl.constexpr,
-    PAGE_ROWS: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr, BY_SEQUENCE: tl.constexpr,
-    EARLY: tl.constexpr,
+    best_stride, pack_stride, scores_stride, width, table_stride, K: tl.constexpr,
+    RATIO: tl.constexpr, PAGE_ROWS: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr,
+    BY_SEQUENCE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Choose the best k of one part of a row; a row that lies in one part is done."""
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * (2 * PAIRS * GROUPS)
-    visible = tl.maximum(tl.load(positions + row) + 1, 0) // RATIO
-    pages = _pages_of(row, sequences, table, table_stride, BY_SEQUENCE)
-    best = row * best_stride + tl.program_id(1) * K
-    packed = pack + row * pack_stride + tl.program_id(1) * GROUPS
+    part = tl.program_id(1)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
+    lanes = lanes_of(PAIRS, GROUPS)
+    source = scores + row * scores_stride + start
+    if part == 0:
+        # most rows are short: their scores are asked for before their length is known
+        visible = tl.maximum(tl.load(positions + row) + 1, 0) // RATIO
+        x = tl.load(source + lanes, mask=lanes < width, other=0.0)
+        x = tl.where(lanes < visible, x, float("-inf"))
+    else:
+        visible = tl.maximum(tl.load(positions + row) + 1, 0) // RATIO
+        x = tl.load(source + lanes, mask=lanes < visible - start, other=float("-inf"))
+    pages = _pages_of(row, sequences, table, table_stride, BY_SEQUENCE)
+    best = row * best_stride + part * K
+    packed = pack + row * pack_stride + part * GROUPS
     if visible <= K:
-        if start == 0:
+        if part == 0:
             _list_all(visible, pages, out + row * out_stride, K, GROUPS, PAGE_ROWS)
     elif visible > start:
-        source = scores + row * scores_stride + start
         held = visible - start
         index = tl.arange(0, GROUPS)
         count = held
         low = tl.full([], 1, tl.uint32)
-        high = tl.full([], 0xFFFFFFFF, tl.uint32)
+        high = tl.full([], KEY_END, tl.uint32)
         if held >= GROUPS:
-            lanes = lanes_of(PAIRS, GROUPS)
-            x = tl.load(source + lanes, mask=lanes < held, other=float("-inf"))
             count, low, high = narrow(x, packed, K, PAIRS, GROUPS)
             index = tl.load(packed + index, mask=index < count, other=0, cache_modifier=".cg")
         final = visible <= 2 * PAIRS * GROUPS
@@ -228,7 +238,7 @@ def choose_rows(
     }  # fmt: skip
     _choose_parts[(num_queries, parts)](
         scores, positions, sequence_of, table, out, *memory, *strides,
-        scores.stride(0), table.stride(0), PAIRS=plan.pairs, **common,
+        scores.stride(0), width, table.stride(0), PAIRS=plan.pairs, **common,
     )  # fmt: skip
     if parts > 1:
         pairs = triton.next_power_of_2(triton.cdiv(parts * plan.k, 2 * groups))

@@ -12,6 +12,9 @@
 import triton
 import triton.language as tl
 
+KEY_END = tl.constexpr(0xFF800001)
+"""One past the key of infinity."""
+
 
 @triton.jit
 def sortable(scores):
@@ -48,16 +51,17 @@ def _counts(keys, first, second, third, FEW: tl.constexpr):
 def find_bar(keys, low, high, count, k, enough, FEW: tl.constexpr):
     """Return the highest bar that k keys reach, or one that few enough do, and how many reach it.
 
-    ``count`` keys, at least k, reach ``low``; fewer than k reach ``high``.
+    ``count`` keys, at least k, reach ``low``; fewer than k reach ``high``, at most KEY_END.
     """
-    while (count > enough) & (high - low > 1):
-        step = tl.maximum((high - low) >> 2, 1)
-        first = low + step
-        second = tl.minimum(first + step, high - 1)
-        third = tl.minimum(second + step, high - 1)
-        n1, n2, n3 = _counts(keys, first, second, third, FEW)
-        high = tl.where(n1 < k, first, tl.where(n2 < k, second, tl.where(n3 < k, third, high)))
-        low = tl.where(n3 >= k, third, tl.where(n2 >= k, second, tl.where(n1 >= k, first, low)))
+    span = high - low
+    while (count > enough) & (span > 1):
+        # a quarter, rounded up: bars past ``high`` are reached by fewer than k all the same
+        span = (span + 3) >> 2
+        first = low + span
+        second = first + span
+        n1, n2, n3 = _counts(keys, first, second, second + span, FEW)
+        reached = (n1 >= k).to(tl.uint32) + (n2 >= k).to(tl.uint32) + (n3 >= k).to(tl.uint32)
+        low += reached * span
         count = tl.where(n3 >= k, n3, tl.where(n2 >= k, n2, tl.where(n1 >= k, n1, count)))
     return low, count
 
