@@ -1,0 +1,29 @@
+# pyright: basic
+"""Prefill attention: query rows of one or several sequences, each over its window and its rows."""
+
+from torch import Tensor
+
+from kvlease.kernels.gpu.attention_core import Turn
+from kvlease.kernels.gpu.attention_launch import Listed, Plan, Rows, Span, Visible, launch
+
+
+def prefill_attention(
+    rows: Rows,
+    window: Span,
+    chosen: Listed | Visible | None,
+    turn: Turn | None = None,
+    *,
+    window_keys: int = 128,
+    plan: Plan | None = None,
+) -> Tensor:
+    """Attend each query row to its window and to its chosen or visible rows; return rows.out.
+
+    The window's rows lie in one buffer in position order, sequence after sequence; rows of padding
+    (position -1) come out as zeros. With ``turn`` the result's trailing channels are rotated back.
+    """
+    if plan is None:
+        is_packed = chosen is not None and chosen.pool.is_packed
+        few = rows.q.shape[1] <= 32
+        plan = Plan(16 if few else 64, 32 if few or is_packed else 64, 1, 4 if few else 8, 2)
+    launch(rows, window, chosen, turn, plan, window_keys)
+    return rows.out
