@@ -18,7 +18,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvlease.errors import LayoutMismatch
-from kvlease.kernels.gpu.topk_narrow import KEY_END, find_bar, lanes_of, narrow, sortable
+from kvlease.kernels.gpu.topk_narrow import (
+    KEY_END,
+    find_bar,
+    lanes_of,
+    narrow,
+    pointers_of,
+    sortable,
+)
 
 MAX_K = 1024
 PART = 16384
@@ -89,14 +96,15 @@ def _choose_parts(
         gdc_wait()
     lanes = lanes_of(PAIRS, GROUPS)
     source = scores + row * scores_stride + start
+    at = pointers_of(source, PAIRS, GROUPS)
     if part == 0:
         # most rows are short: their scores are asked for before their length is known
         visible = tl.maximum(tl.load(positions + row) + 1, 0) // RATIO
-        x = tl.load(source + lanes, mask=lanes < width, other=0.0)
+        x = tl.load(at, mask=lanes < width, other=0.0)
         x = tl.where(lanes < visible, x, float("-inf"))
     else:
         visible = tl.maximum(tl.load(positions + row) + 1, 0) // RATIO
-        x = tl.load(source + lanes, mask=lanes < visible - start, other=float("-inf"))
+        x = tl.load(at, mask=lanes < visible - start, other=float("-inf"))
     pages = _pages_of(row, sequences, table, table_stride, BY_SEQUENCE)
     best = row * best_stride + part * K
     packed = pack + row * pack_stride + part * GROUPS
@@ -143,7 +151,8 @@ def _choose_of_parts(
         real = lanes < (visible + PART - 1) // PART * K
         if EARLY:
             gdc_wait()
-        x = tl.load(source + lanes, mask=real, other=float("-inf"))
+        at = pointers_of(source, PAIRS, GROUPS)
+        x = tl.load(at, mask=real, other=float("-inf"))
         packed = pack + row * pack_stride
         count, low, high = narrow(x, packed, K, PAIRS, GROUPS)
         index = tl.arange(0, GROUPS)

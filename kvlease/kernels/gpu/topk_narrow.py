@@ -74,6 +74,14 @@ def lanes_of(PAIRS: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
+def pointers_of(source, PAIRS: tl.constexpr, GROUPS: tl.constexpr):
+    """Return pointers to a part's scores, constants last, where loads carry them."""
+    columns = (source + tl.arange(0, GROUPS))[None, None, :]
+    halves = columns + tl.arange(0, 2)[None, :, None] * GROUPS
+    return halves + tl.arange(0, PAIRS)[:, None, None] * (2 * GROUPS)
+
+
+@triton.jit
 def _words(mask):
     """Return how many are marked in each column of each pair of rows, two counts a word."""
     return tl.sum(mask.to(tl.int32) << (tl.arange(0, 2)[None, :, None] * 16), axis=1)
@@ -104,8 +112,7 @@ def narrow(x, pack, K: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr):
     # the k-th best of the groups' maxima: at least k scores reach it
     all_groups = tl.full([], GROUPS, tl.int32)
     low, _ = find_bar(tops, tl.min(tops), high, all_groups, K, K + K // 16, GROUPS <= 1024)
-    mask = x >= _score_of(low)
-    words = _words(mask)
+    words = _words(x >= _score_of(low))
     totals = tl.sum(words, axis=1)
     both = (totals & 0xFFFF) + (totals >> 16)
     count = tl.sum(both)
@@ -113,16 +120,17 @@ def narrow(x, pack, K: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr):
     if count >= GROUPS:
         keys = sortable(x)
         low, count = find_bar(keys, low, high, count, K, GROUPS - 1, False)
-        mask = keys >= low
         if count >= GROUPS:
             # too many level with the bar: the first of them fill what is left of k
             above = keys > low
             room = K - tl.sum(above.to(tl.int32))
-            mask = above | _first_marked(keys == low, lanes, room, 2 * PAIRS * GROUPS)
+            first = _first_marked(keys == low, lanes, room, 2 * PAIRS * GROUPS)
+            x = tl.where(above | first, x, float("-inf"))
             count = tl.full([], K, tl.int32)
-        words = _words(mask)
+        words = _words(x >= _score_of(low))
         totals = tl.sum(words, axis=1)
         both = (totals & 0xFFFF) + (totals >> 16)
+    mask = x >= _score_of(low)
     running = tl.cumsum(words, axis=1)
     before = (tl.cumsum(both) - both)[:, None] - 1
     # places of the marked in row-major order

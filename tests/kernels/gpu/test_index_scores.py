@@ -143,4 +143,6 @@ def test_scores_at_full_size_equal_the_twin(layout: str, dtype: torch.dtype) -> 
     for n, position in enumerate(at.tolist()):
         visible = (position + 1) // RATIO
         assert (got[n, visible:] == POISON).all()
-        torch.testing.assert_close(got[n, :visible], out[0, :visible], rtol=1e-3, atol=1e-3)
+    for n in (0, 150, 299):
+        visible = (4097 * RATIO - 300 + n + 1) // RATIO
+        check(got[n, :visible], queries[0], weights[0], pool.rows_of(0, visible))
