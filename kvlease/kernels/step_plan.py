@@ -134,7 +134,8 @@ class StepPlan:
         flat = np.concatenate([np.asarray(part, dtype=np.int64) for part in tokens])
         self._sequences = self._pad(sequences)
         self._positions = self._pad(self._starts[sequences] + offsets)
-        self.tokens = self._placed(self._pad(flat))
+        self._tokens = self._pad(flat)
+        self.tokens = self._placed(self._tokens)
         self.positions = self._placed(self._positions)
         self.sequences = _tensor(self._sequences)
         self.sequence_column = self.sequences.unsqueeze(1)
@@ -144,6 +145,26 @@ class StepPlan:
         self._visible: dict[int, Visible] = {}
         self._closings: dict[tuple[int, int, bool], Closings | None] = {}
         self._phases: dict[int, Tensor] = {}
+
+    @property
+    def host_positions(self) -> _Ints:
+        """Each row's position, [N]."""
+        return self._positions
+
+    @property
+    def host_tokens(self) -> _Ints:
+        """Each row's token, [N]."""
+        return self._tokens
+
+    @property
+    def host_sequences(self) -> _Ints:
+        """Each row's sequence, [N]."""
+        return self._sequences
+
+    @property
+    def host_starts(self) -> _Ints:
+        """The first position that each row's sequence computes in this step, [N]."""
+        return self._starts[self._sequences]
 
     def _placed(self, values: NDArray[np.generic]) -> Tensor:
         return place(_tensor(values), self.device)

@@ -217,13 +217,8 @@ def write_rows(
     check_epoch(handle)
     base = cast("Tensor", handle._base)
     table = cast("Tensor", handle._table)
-    floor = cast("Tensor", handle._floor)
     _check_layout(handle.component, base, stored)
-    if not index.above_floor(floor, sequences, rows):
-        raise SealedPage(
-            f"a row of {handle.component} below the open page was to be written;"
-            " sealed pages never change"
-        )
+    require_open(handle, sequences, rows, index)
     flat = index.flat(table, sequences, rows, handle.rows_per_page, base.device)
     if not handle.planes:
         base.view(-1, *base.shape[2:]).index_copy_(0, flat, stored)
@@ -233,6 +228,43 @@ def write_rows(
     for part in _parts(base, handle.planes):
         part[pages, offsets] = stored[:, start : start + part.shape[2]]
         start += part.shape[2]
+
+
+def memory_of(handle: Handle) -> Tensor:
+    """Return all of the memory behind a handle, for a kernel that finds its rows by itself.
+
+    Ownership: borrowed for the launches of the step whose right the handle is; a captured graph
+    keeps the address, so each replay opens the handle of its own step first.
+
+    Raises:
+        StaleEpoch: the right behind the handle has ended.
+    """
+    check_epoch(handle)
+    return cast("Tensor", handle._base)
+
+
+def pages_of(handle: PagedRows) -> Tensor:
+    """Return the page table, [B, P] int64 in host memory."""
+    return cast("Tensor", handle._table)
+
+
+def slots_of(handle: SlotRows) -> Tensor:
+    """Return the ring of each sequence, [B] int64 in host memory."""
+    return cast("Tensor", handle._slots)
+
+
+def require_open(handle: OpenRows, sequences: Tensor, rows: Tensor, index: RowIndex) -> None:
+    """Check what a kernel is about to write by itself; shapes as in `write_rows`.
+
+    Raises:
+        StaleEpoch, SealedPage: as `write_rows` does.
+    """
+    check_epoch(handle)
+    if not index.above_floor(cast("Tensor", handle._floor), sequences, rows):
+        raise SealedPage(
+            f"a row of {handle.component} below the open page was to be written;"
+            " sealed pages never change"
+        )
 
 
 def ring_rows(handle: SlotRows) -> int:

@@ -3,6 +3,7 @@
 Awaits leases without knowing which event loop runs them, and never holds a row itself.
 """
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import final
@@ -11,11 +12,12 @@ import torch
 from attrs import frozen
 
 from kvlease.errors import UsageError
+from kvlease.kernels.models.attention_block import StepView
 from kvlease.kernels.models.config import V4Config
 from kvlease.kernels.models.config_file import read_config
 from kvlease.kernels.models.embedded import EMBEDDED_CONFIG, RandomTensors
 from kvlease.kernels.models.loader import Checkpoint
-from kvlease.kernels.models.step_run import StepRun, TokensDrawn
+from kvlease.kernels.models.step_run import Run, StepRun, TokensDrawn, WholeRun
 from kvlease.kernels.models.weights import ModelWeights, build_weights
 from kvlease.kernels.selftest import require_row_invariance
 from kvlease.kernels.tiling import EXACT, FAST, Tiling
@@ -23,7 +25,7 @@ from kvlease.protocols.config import Device
 from kvlease.protocols.geometries import ComputeDtype, StoreFormat, deepseek_v4_schema
 from kvlease.protocols.ownership import StepLease
 from kvlease.protocols.ports import StepInput, Stream
-from kvlease.protocols.schema import HeavyLayer, Schema, SlidingLayer, SparseLayer
+from kvlease.protocols.schema import AnyLayer, HeavyLayer, Schema, SlidingLayer, SparseLayer
 
 _DTYPES: dict[ComputeDtype, torch.dtype] = {
     "float64": torch.float64,
@@ -54,7 +56,6 @@ class DeepseekV4:
         """Take the weights. Raises ConfigError when the page size or the dtype cannot work."""
         self.config = config
         self.tiling: Tiling = EXACT if options.exact else FAST
-        self._weights = weights
         self.device = options.device
         self._dtype = _DTYPES[options.dtype]
         self._fingerprint = fingerprint
@@ -65,6 +66,7 @@ class DeepseekV4:
             options.kv_format,
             options.index_k_format,
         )
+        self._run = _runs(config, weights, self.tiling, options)
         if options.exact:
             width = config.hidden * config.streams
             require_row_invariance(self._dtype, weights.embed.device, width)
@@ -107,23 +109,47 @@ class DeepseekV4:
         """
         if not inputs.sequences or not all(len(part.tokens) for part in inputs.sequences):
             raise UsageError("a step needs at least one sequence, and each at least one token")
-        run = StepRun(self.config, self._weights, self._dtype, self.tiling, inputs)
+        run = self._run(inputs)
+        layers = self._schema.layers
+        is_ready = lease.ready_through_layer >= len(layers)
+        if is_ready and isinstance(run, WholeRun) and run.fits_a_graph:
+            views = [(layer, await _resolve(lease, layer, stream)) for layer in layers]
+            stream.launch(partial(run.whole, views))
+            return run.result
         stream.launch(run.begin)
-        for layer in self._schema.layers:
-            match layer:
-                case SlidingLayer():
-                    sliding = await lease[layer].resolve(stream)
-                    stream.launch(partial(run.layer, layer, sliding))
-                case SparseLayer():
-                    sparse = await lease[layer].resolve(stream)
-                    stream.launch(partial(run.layer, layer, sparse))
-                case HeavyLayer():
-                    heavy = await lease[layer].resolve(stream)
-                    stream.launch(partial(run.layer, layer, heavy))
-                case _:
-                    raise UsageError(f"{type(layer).__name__} is no layer of this model")
+        for layer in layers:
+            view = await _resolve(lease, layer, stream)
+            stream.launch(partial(run.layer, layer, view))
         stream.launch(run.finish)
         return run.result
+
+
+async def _resolve(lease: StepLease, layer: AnyLayer, stream: Stream) -> StepView:
+    """Return one layer's view once its bytes are in the stream's order."""
+    match layer:
+        case SlidingLayer():
+            return await lease[layer].resolve(stream)
+        case SparseLayer():
+            return await lease[layer].resolve(stream)
+        case HeavyLayer():
+            return await lease[layer].resolve(stream)
+        case _:
+            raise UsageError(f"{type(layer).__name__} is no layer of this model")
+
+
+def _runs(
+    config: V4Config, weights: ModelWeights, tiling: Tiling, options: ModelOptions
+) -> Callable[[StepInput], Run]:
+    """Return what begins a step: by kernels where they can run the model, else by plain torch."""
+    dtype = _DTYPES[options.dtype]
+    if options.device == "cuda" and not options.exact:
+        # only here: a machine without a CUDA device need not have triton
+        from kvlease.kernels.models.device_run import kernel_runs
+
+        found = kernel_runs(config, weights, dtype)
+        if found is not None:
+            return found
+    return partial(StepRun, config, weights, dtype, tiling)
 
 
 def load_model(folder: Path | None, options: ModelOptions, seed: int = 0) -> DeepseekV4:

@@ -5,7 +5,7 @@ Every method runs on the stream's worker, in order; none knows how the leases we
 
 from collections.abc import Callable, Sequence
 from itertools import compress
-from typing import final
+from typing import Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -65,6 +65,41 @@ class TokensDrawn:
             drawn = iter(self._collect())
             self._tokens = [[next(drawn)] if asked else [] for asked in self._asked]
         return self._tokens
+
+
+class Run(Protocol):
+    """A step on a stream: one launch to begin, one a layer, one to finish."""
+
+    @property
+    def result(self) -> TokensDrawn:
+        """What the step draws; filled by its last launch."""
+        ...
+
+    def begin(self) -> None:
+        """Lay out the step's rows."""
+        ...
+
+    def layer(self, layer: AnyLayer, view: StepView) -> None:
+        """Run one layer over its resolved view."""
+        ...
+
+    def finish(self) -> None:
+        """Draw tokens and leave the result."""
+        ...
+
+
+@runtime_checkable
+class WholeRun(Protocol):
+    """A run that can take a step as one launch, once all of its layers are resolved."""
+
+    @property
+    def fits_a_graph(self) -> bool:
+        """Whether this step is one that does."""
+        ...
+
+    def whole(self, layers: Sequence[tuple[AnyLayer, StepView]]) -> None:
+        """Do the work of all other launches."""
+        ...
 
 
 def _launch_draw(

@@ -1,0 +1,105 @@
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# Triton's language has no types: what a kernel does with them is checked by its tests.
+"""A mixture of experts for few rows: each expert that any row chose is read once.
+
+Every row meets every such expert with its own weight, zero where it did not choose it: reading an
+expert takes longer than multiplying it with all rows. Twin: ``kernels.moe``.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvlease.kernels.gpu.few_rows import rows_side
+from kvlease.kernels.moe import ExpertWeights
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _up(
+    rows, dense, gate, up, out, num_rows, limit, E: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Write BN channels of one expert's weighted hidden rows, out [E, N, F]."""
+    expert = tl.program_id(1)
+    lanes = tl.arange(0, BM)
+    real = lanes < num_rows
+    share = tl.load(dense + lanes * E + expert, mask=real, other=0.0)
+    if tl.max(tl.abs(share)) > 0.0:
+        channels = tl.program_id(0) * BN + tl.arange(0, BN)
+        deep = tl.arange(0, BK)
+        first = tl.zeros((BN, BM), tl.float32)
+        second = tl.zeros((BN, BM), tl.float32)
+        inside = (channels < F)[:, None]
+        at = (expert * F + channels).to(tl.int64)[:, None] * D + deep[None, :]
+        vector = rows + lanes.to(tl.int64)[:, None] * D + deep[None, :]
+        for k in tl.range(0, D, BK, num_stages=STAGES):
+            within = (deep + k < D)[None, :]
+            x = tl.load(vector + k, mask=real[:, None] & within, other=0.0)
+            a = tl.load(
+                gate + at + k, mask=inside & within, other=0.0, eviction_policy="evict_first"
+            )
+            first = tl.dot(a, x.T, first)
+            b = tl.load(up + at + k, mask=inside & within, other=0.0, eviction_policy="evict_first")
+            second = tl.dot(b, x.T, second)
+        first = tl.minimum(first, limit)
+        second = tl.minimum(tl.maximum(second, -limit), limit)
+        hidden = first / (1.0 + tl.exp(-first)) * second * share[None, :]
+        where = (expert * num_rows + lanes).to(tl.int64)[None, :] * F + channels[:, None]
+        tl.store(out + where, hidden.to(tl.bfloat16), mask=inside & real[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _down(
+    hidden, dense, down, out, num_rows, E: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SHARES: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Write BN channels of the sum over every SHARES-th expert, out [SHARES, N, D]."""
+    share = tl.program_id(1)
+    lanes = tl.arange(0, BM)
+    real = lanes < num_rows
+    channels = tl.program_id(0) * BN + tl.arange(0, BN)
+    deep = tl.arange(0, BK)
+    inside = (channels < D)[:, None]
+    total = tl.zeros((BN, BM), tl.float32)
+    for expert in range(share, E, SHARES):
+        weight = tl.load(dense + lanes * E + expert, mask=real, other=0.0)
+        if tl.max(tl.abs(weight)) > 0.0:
+            at = channels.to(tl.int64)[:, None] * (E * F) + expert * F + deep[None, :]
+            vector = (expert * num_rows + lanes).to(tl.int64)[:, None] * F + deep[None, :]
+            for k in tl.range(0, F, BK, num_stages=STAGES):
+                within = (deep + k < F)[None, :]
+                x = tl.load(hidden + vector + k, mask=real[:, None] & within, other=0.0)
+                w = tl.load(
+                    down + at + k, mask=inside & within, other=0.0, eviction_policy="evict_first"
+                )
+                total = tl.dot(w, x.T, total)
+    where = (share * num_rows + lanes).to(tl.int64)[None, :] * D + channels[:, None]
+    tl.store(out + where, total, mask=inside & real[None, :])
+
+
+def mix_few(rows: Tensor, dense: Tensor, weights: ExpertWeights, limit: float) -> Tensor:
+    """Return the weighted sum of the experts' outputs, as parts to be added.
+
+    Shapes: rows [N, D] bf16, N up to 128; dense [N, E] float32; result [shares, N, D] float32.
+    """
+    num_rows, width = rows.shape
+    experts, hidden = weights.num_experts, weights.width
+    side = rows_side(num_rows)
+    warps, stages = (4, 5) if side < 64 else (8, 4)
+    inner = rows.new_empty((experts, num_rows, hidden))
+    tall, step = min(64, triton.next_power_of_2(hidden)), min(64, triton.next_power_of_2(width))
+    _up[(triton.cdiv(hidden, tall), experts)](
+        rows, dense, weights.gate, weights.up, inner, num_rows, limit, E=experts, D=width,
+        F=hidden, BM=side, BN=tall, BK=step, STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    shares = min(4, experts)
+    out = rows.new_empty((shares, num_rows, width), dtype=torch.float32)
+    tall, step = min(64, triton.next_power_of_2(width)), min(128, triton.next_power_of_2(hidden))
+    _down[(triton.cdiv(width, tall), shares)](
+        inner, dense, weights.down, out, num_rows, E=experts, D=width, F=hidden, BM=side, BN=tall,
+        BK=step if side < 128 else min(step, 64), SHARES=shares, STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    return out

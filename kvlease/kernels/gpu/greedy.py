@@ -1,0 +1,48 @@
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# Triton's language has no types: what a kernel does with them is checked by its tests.
+"""The best token of each row of logits, the lowest among equals; twin: ``torch.argmax``."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _best_of_block(logits, values, places, V: tl.constexpr, BLOCK: tl.constexpr):
+    n, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + n * V + at, mask=at < V, other=-float("inf"))
+    best = tl.max(x)
+    where = n * tl.num_programs(1) + block
+    tl.store(values + where, best)
+    tl.store(places + where, tl.min(tl.where(x == best, at, V)))
+
+
+@triton.jit
+def _best_of_row(values, places, tokens, V: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64)
+    blocks = tl.arange(0, BLOCK)
+    x = tl.load(values + n * COUNT + blocks, mask=blocks < COUNT, other=-float("inf"))
+    place = tl.load(places + n * COUNT + blocks, mask=blocks < COUNT, other=V)
+    # a row of nothing but NaN has no best; token 0 is as good as any
+    token = tl.min(tl.where(x == tl.max(x), place, V))
+    tl.store(tokens + n, tl.where(token < V, token, 0))
+
+
+def greedy_tokens(logits: Tensor) -> Tensor:
+    """Return each row's best token, [N] int32. Shapes: logits [N, V] float32, contiguous."""
+    num_rows, width = logits.shape
+    count = triton.cdiv(width, _BLOCK)
+    values = logits.new_empty((num_rows, count))
+    places = logits.new_empty((num_rows, count), dtype=torch.int32)
+    tokens = logits.new_empty((num_rows,), dtype=torch.int32)
+    _best_of_block[(num_rows, count)](logits, values, places, V=width, BLOCK=_BLOCK, num_warps=8)
+    _best_of_row[(num_rows,)](
+        values, places, tokens, V=width, COUNT=count, BLOCK=triton.next_power_of_2(count),
+        num_warps=1,
+    )  # fmt: skip
+    return tokens

@@ -1,0 +1,255 @@
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# Triton's language has no types: what a kernel does with them is checked by its tests.
+"""Residual streams around a block, in two launches; the twin is ``kernels.mhc``.
+
+The first launch leaves the block before (or spreads a token's embedding), writes the streams, and
+multiplies them with the mixer's projection; the second sums up, normalises and mixes. The streams
+are bf16, so the projection needs no float32 product: each weight is held as a bf16 number and
+what that one left over, and both meet the streams exactly.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from attrs import frozen
+from torch import Tensor
+
+from kvlease.kernels.mhc import MixerNumbers, MixerWeights
+
+_FEW = 64
+"""Up to so many rows, a program takes one block of channels: there would be too few otherwise."""
+
+
+@frozen
+class PackedMixer:
+    """A mixer's weights for the device.
+
+    Attributes:
+        projection: [S * D, columns] bf16: each output's weights, then what rounding them left.
+        scale, base: [outputs] float32.
+    """
+
+    projection: Tensor
+    scale: Tensor
+    base: Tensor
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that the projection gives for a row."""
+        return self.base.shape[0]
+
+
+@frozen
+class BlockOutput:
+    """What a block gives back, as P parts to be added: values [P, N, D], any strides but one."""
+
+    values: Tensor
+
+
+@frozen
+class Mixed:
+    """Streams after a leave: streams [N, S, D], and what the next enter needs of them.
+
+    sums [shares, N, columns] and squares [shares, N] are parts of the projection and of the
+    streams' squared length, float32.
+    """
+
+    streams: Tensor
+    sums: Tensor
+    squares: Tensor
+
+
+def pack_mixer(weights: MixerWeights) -> PackedMixer:
+    """Return the weights as the kernels take them."""
+    coarse = weights.projection.bfloat16()
+    fine = (weights.projection - coarse.float()).bfloat16()
+    both = torch.cat([coarse, fine])
+    columns = max(16, triton.next_power_of_2(len(both)))
+    padded = both.new_zeros((columns, both.shape[1]))
+    padded[: len(both)] = both
+    return PackedMixer(padded.t().contiguous(), weights.scale.float(), weights.base.float())
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _project(
+    streams, tokens, added, mixing, result, projection, sums, squares, num_rows, part, row,
+    D: tl.constexpr, S: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
+    BD: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Write BM rows of new streams over STEPS * BD channels, and their part of the projection."""
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    share = tl.program_id(1)
+    real = rows < num_rows
+    columns = tl.arange(0, COLUMNS)
+    first = rows.to(tl.int64)[:, None] * (S * D)
+    weights = rows * (S + S * S)
+    total = tl.zeros((BM, COLUMNS), tl.float32)
+    square = tl.zeros((BM,), tl.float32)
+    for step in range(STEPS):
+        channels = (share * STEPS + step) * BD + tl.arange(0, BD)
+        exists = channels < D
+        inside = real[:, None] & exists[None, :]
+        block = tl.zeros((BM, BD), tl.float32)
+        if PARTS == 0:
+            token = tl.load(tokens + rows, mask=real, other=0).to(tl.int64)
+            at = streams + token[:, None] * D + channels[None, :]
+            block += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        for p in tl.static_range(PARTS):
+            at = added + p * part + rows.to(tl.int64)[:, None] * row + channels[None, :]
+            block += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        for s in tl.static_range(S):
+            x = block
+            if PARTS > 0:
+                x *= tl.load(mixing + weights + s, mask=real, other=0.0)[:, None]
+                for t in tl.static_range(S):
+                    old = streams + first + t * D + channels[None, :]
+                    comb = tl.load(mixing + weights + S + t * S + s, mask=real, other=0.0)
+                    x += comb[:, None] * tl.load(old, mask=inside, other=0.0).to(tl.float32)
+            x = x.to(tl.bfloat16)
+            tl.store(result + first + s * D + channels[None, :], x, mask=inside)
+            length = x.to(tl.float32)
+            square += tl.sum(length * length, axis=1)
+            at = projection + (s * D + channels)[:, None] * COLUMNS + columns[None, :]
+            total = tl.dot(x, tl.load(at, mask=exists[:, None], other=0.0), total)
+    at = (share * num_rows + rows).to(tl.int64)
+    tl.store(sums + at[:, None] * COLUMNS + columns[None, :], total, mask=real[:, None])
+    tl.store(squares + at, square, mask=real)
+
+
+@triton.jit
+def _mixes(
+    sums, squares, scale, base, n, num_rows, index, norm_eps, WIDTH: tl.constexpr,
+    OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, SHARES: tl.constexpr,
+):  # fmt: skip
+    """Return outputs number ``index`` of row n's projection, scaled and shifted."""
+    at = tl.arange(0, SHARES) * num_rows + n
+    length = tl.sum(tl.load(squares + at))
+    mine = sums + at.to(tl.int64)[:, None] * COLUMNS + index[None, :]
+    value = tl.sum(tl.load(mine) + tl.load(mine + OUTPUTS), axis=0)
+    value *= tl.rsqrt(length / WIDTH + norm_eps)
+    return value * tl.load(scale + index) + tl.load(base + index)
+
+
+@triton.jit
+def _read(
+    streams, weight, hidden, pre, n, norm_eps, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr
+):
+    """Write row n's weighted sum of the streams, normalised."""
+    channels = tl.arange(0, BD)
+    inside = channels < D
+    at = n.to(tl.int64) * (S * D) + tl.arange(0, S)[:, None] * D + channels[None, :]
+    tile = tl.load(streams + at, mask=inside[None, :], other=0.0).to(tl.float32)
+    x = tl.sum(pre[:, None] * tile, axis=0).to(tl.bfloat16).to(tl.float32)
+    x *= tl.rsqrt(tl.sum(x * x) / D + norm_eps)
+    x *= tl.load(weight + channels, mask=inside, other=0.0)
+    tl.store(hidden + n.to(tl.int64) * D + channels, x.to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def _balance(comb, eps, ITERATIONS: tl.constexpr):
+    """Make exp(comb) [S, S] nearly doubly stochastic."""
+    comb = tl.exp(comb - tl.max(comb, axis=1)[:, None])
+    comb = comb / tl.sum(comb, axis=1)[:, None] + eps
+    comb = comb / (tl.sum(comb, axis=0) + eps)[None, :]
+    for _ in range(ITERATIONS - 1):
+        comb = comb / (tl.sum(comb, axis=1) + eps)[:, None]
+        comb = comb / (tl.sum(comb, axis=0) + eps)[None, :]
+    return comb
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _enter(
+    streams, sums, squares, scale, base, weight, hidden, mixing, num_rows, mixer_eps, norm_eps,
+    D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr, SHARES: tl.constexpr, ITERATIONS: tl.constexpr,
+):  # fmt: skip
+    """Program (n, 0) writes row n's block input, normalised; (n, 1) how its output goes back."""
+    n = tl.program_id(0)
+    lanes = tl.arange(0, S)
+    square = tl.arange(0, S * S)
+    if tl.program_id(1) == 0:
+        gates = _mixes(
+            sums, squares, scale, base, n, num_rows, lanes, norm_eps, S * D, OUTPUTS,
+            COLUMNS, SHARES,
+        )  # fmt: skip
+        _read(streams, weight, hidden, tl.sigmoid(gates) + mixer_eps, n, norm_eps, D, BD, S)
+    elif OUTPUTS > S:
+        post = _mixes(
+            sums, squares, scale, base, n, num_rows, S + lanes, norm_eps, S * D, OUTPUTS,
+            COLUMNS, SHARES,
+        )  # fmt: skip
+        tl.store(mixing + n * (S + S * S) + lanes, tl.sigmoid(post) * 2.0)
+        mixes = _mixes(
+            sums, squares, scale, base, n, num_rows, 2 * S + square, norm_eps, S * D, OUTPUTS,
+            COLUMNS, SHARES,
+        )  # fmt: skip
+        comb = _balance(tl.reshape(mixes, (S, S)), mixer_eps, ITERATIONS)
+        tl.store(mixing + n * (S + S * S) + S + square, tl.reshape(comb, (S * S,)))
+
+
+def spread_tokens(embedding: Tensor, tokens: Tensor, streams: int, mixer: PackedMixer) -> Mixed:
+    """Return streams that all hold their token's embedding, projected.
+
+    Shapes: embedding [V, D] bf16; tokens [N] int32 or int64.
+    """
+    return _launch_project(embedding, tokens, None, None, mixer, (len(tokens), streams))
+
+
+def leave_streams(
+    streams: Tensor, output: BlockOutput, mixing: Tensor, mixer: PackedMixer
+) -> Mixed:
+    """Return the streams after a block, projected by the next block's mixer.
+
+    Shapes: streams [N, S, D] bf16; mixing [N, S + S * S] float32 as `enter_streams` gives it.
+    """
+    return _launch_project(streams, None, output, mixing, mixer, streams.shape[:2])
+
+
+def _launch_project(
+    streams: Tensor,
+    tokens: Tensor | None,
+    output: BlockOutput | None,
+    mixing: Tensor | None,
+    mixer: PackedMixer,
+    shape: tuple[int, ...],
+) -> Mixed:
+    (num_rows, lanes), width = shape, streams.shape[-1]
+    columns = mixer.projection.shape[1]
+    block = min(64, triton.next_power_of_2(width))
+    blocks = triton.cdiv(width, block)
+    steps = 1 if num_rows <= _FEW else max(1, blocks // 8)
+    shares = triton.next_power_of_2(triton.cdiv(blocks, steps))
+    result = streams.new_empty((num_rows, lanes, width))
+    sums = result.new_empty((shares, num_rows, columns), dtype=torch.float32)
+    squares = result.new_empty((shares, num_rows), dtype=torch.float32)
+    added = None if output is None else output.values
+    strides = (0, 0) if added is None else added.stride()[:2]
+    _project[(triton.cdiv(num_rows, 16), shares)](
+        streams, tokens, added, mixing, result, mixer.projection, sums, squares, num_rows,
+        *strides, D=width, S=lanes, PARTS=0 if added is None else added.shape[0],
+        COLUMNS=columns, BM=16, BD=block, STEPS=steps, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return Mixed(result, sums, squares)
+
+
+def enter_streams(
+    mixed: Mixed, mixer: PackedMixer, weight: Tensor, numbers: MixerNumbers
+) -> tuple[Tensor, Tensor]:
+    """Return a block's input, normalised with ``weight`` [D], and how its output goes back.
+
+    Shapes: input [N, D] bf16; mixing [N, S + S * S] float32: post, then comb by rows. The head's
+    mixer only reads: its mixing is not written.
+    """
+    num_rows, lanes, width = mixed.streams.shape
+    hidden = mixed.streams.new_empty((num_rows, width))
+    mixing = mixed.sums.new_empty((num_rows, lanes + lanes * lanes))
+    both = 2 if mixer.outputs > lanes else 1
+    block = triton.next_power_of_2(width)
+    _enter[(num_rows, both)](
+        mixed.streams, mixed.sums, mixed.squares, mixer.scale, mixer.base, weight, hidden, mixing,
+        num_rows, numbers.eps, numbers.norm_eps, D=width, BD=block, S=lanes,
+        OUTPUTS=mixer.outputs, COLUMNS=mixer.projection.shape[1], SHARES=mixed.sums.shape[0],
+        ITERATIONS=numbers.sinkhorn_iterations, num_warps=8 if block >= 2048 else 4,
+    )  # fmt: skip
+    return hidden, mixing

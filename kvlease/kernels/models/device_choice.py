@@ -1,0 +1,84 @@
+"""Choosing the compressed rows that each query reads: the indexer's scores, then the best k."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from kvlease.kernels.gpu.few_rows import multiprocessors
+from kvlease.kernels.gpu.index_scores import PROGRAMS_PER_SM, IndexKeys, decode_scores
+from kvlease.kernels.gpu.index_scores_prefill import prefill_scores
+from kvlease.kernels.gpu.step_rows import StepRows
+from kvlease.kernels.gpu.topk import TopkPlan, choose_rows
+from kvlease.kernels.models.config import V4Config
+from kvlease.kernels.tiling import round_up
+
+_SCORES_NBYTES = 256 << 20
+"""Memory for a chunk's scores; more queries are taken in several turns."""
+_LEAST = 16
+"""Scores of the shortest row: room for a vector load."""
+
+
+@frozen
+class Stretch:
+    """Rows ``first`` .. ``end`` - 1 of a chunk, all of one sequence; the last sees ``keys``."""
+
+    sequence: int
+    first: int
+    end: int
+    keys: int
+
+
+def choose(
+    queries: Tensor,
+    head_weights: Tensor,
+    memory: Tensor,
+    rows: StepRows,
+    config: V4Config,
+    stretches: Sequence[Stretch] | None,
+) -> Tensor:
+    """Return the flat addresses of each row's chosen rows in position order, then -1.
+
+    Shapes: queries [N, H, D] bf16; head_weights [N, H] float32, scaled; memory [num_pages,
+    rows_per_page, .] of the index keys; result [N, k] int32. ``stretches`` are a chunk's, None in
+    a decode step.
+    """
+    page_rows, k = memory.shape[1], config.index_topk
+    keys = IndexKeys(memory, None)
+    if memory.dtype == torch.uint8:
+        keys = IndexKeys.in_planes(memory.flatten(1), page_rows)
+    out = torch.empty((len(queries), k), dtype=torch.int32, device=queries.device)
+    choose_best = partial(choose_rows, ratio=config.sparse_ratio, rows_per_page=page_rows)
+    if stretches is None:
+        width = max(rows.table.shape[1] * page_rows, _LEAST)
+        scores = head_weights.new_empty((len(queries), width))
+        decode_scores(
+            queries, head_weights, keys, rows.table, rows.positions, scores,
+            ratio=config.sparse_ratio, programs=PROGRAMS_PER_SM * multiprocessors(queries.device),
+        )  # fmt: skip
+        plan = TopkPlan.make(len(queries), width, k, queries.device)
+        choose_best(scores, rows.positions, rows.table, out, plan)
+        return out
+    for part in _pieces(stretches):
+        where, width = slice(part.first, part.end), max(round_up(part.keys, 4), _LEAST)
+        mine = rows.positions[where]
+        scores = head_weights.new_empty((len(mine), width))
+        table = rows.table[part.sequence : part.sequence + 1]
+        prefill_scores(
+            queries[where], head_weights[where], keys, table[0], mine, scores,
+            ratio=config.sparse_ratio,
+        )  # fmt: skip
+        plan = TopkPlan.make(len(mine), width, k, queries.device)
+        first = torch.zeros_like(mine)
+        choose_best(scores, mine, table, out[where], plan, sequences=first)
+    return out
+
+
+def _pieces(stretches: Sequence[Stretch]) -> Iterator[Stretch]:
+    """Cut long stretches so that a piece's scores fit the memory set aside for them."""
+    for one in stretches:
+        step = max(_SCORES_NBYTES // (4 * max(one.keys, _LEAST)), 1)
+        for first in range(one.first, one.end, step):
+            yield Stretch(one.sequence, first, min(first + step, one.end), one.keys)
