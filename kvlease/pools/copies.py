@@ -4,9 +4,10 @@ Orders are closures over tensors and index tensors; the runtime runs them on a s
 learns from each how many bytes it moved. The kinds differ only in which stores they join.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -17,6 +18,7 @@ from kvlease.pools.carriage import Direction, Move, carry
 from kvlease.pools.prefix_node import CacheTier
 from kvlease.pools.records import Records
 from kvlease.pools.storage import (
+    Part,
     RingStore,
     SpanStore,
     TailStore,
@@ -133,9 +135,33 @@ def span_orders(
     ends: tuple[SpanStore, SpanStore],
     pages: tuple[torch.Tensor, torch.Tensor],
 ) -> Iterator[CopyOrder]:
-    """Yield the orders that move pages from ends[0] to ends[1], pages [n] int64 at each end."""
-    for part in span_parts(schema, kind, ends, pages):
-        yield _order(transfer, kind, (part,))
+    """Yield the orders that move pages from ends[0] to ends[1], pages [n] int64 at each end.
+
+    One for each component, or for each group of layers where a carrier moves them.
+    """
+    records = ends[0].records or ends[1].records
+    if records is None or records.carrier is None:
+        for part in span_parts(schema, kind, ends, pages):
+            yield _order(transfer, kind, (part,))
+        return
+    move, tier = records.carrier.pages(kind, *pages), _tier_read(kind)
+    count, places = pages[0].numel(), partial(_numbers, pages[1])
+    nbytes = dict(ends[0].parts)
+    for group, names in enumerate(records.names):
+        parts = tuple([CopyPart(*name, count * nbytes[name]) for name in names])
+        run = partial(carry, move, group, sum([part.nbytes for part in parts]))
+        target = partial(_grouped_bytes, ends[1].memory, names, pages[1])
+        yield CopyOrder(transfer, kind, tier, parts, run, places, target)
+
+
+def _tier_read(kind: Direction) -> CacheTier:
+    return "host" if kind == "load" else "device"
+
+
+def _grouped_bytes(
+    memory: Mapping[Part, torch.Tensor], names: Sequence[Part], ids: torch.Tensor
+) -> list[memoryview]:
+    return [piece for name in names for piece in _numbered_bytes(memory[name], ids)]
 
 
 def tail_orders(
@@ -160,7 +186,7 @@ def _order(transfer: TransferId, kind: Direction, parts: Sequence[Numbered]) -> 
     return CopyOrder(
         transfer,
         kind,
-        "host" if kind == "load" else "device",
+        _tier_read(kind),
         tuple([one.part for one in parts]),
         partial(_run_all, parts),
         partial(_places, parts),
@@ -294,15 +320,54 @@ def resume_orders(
     carrier = None if records is None else records.carrier
     move = None if carrier is None else carrier.resume(tier, tail_slot, slot, boundary)
     places = partial(list[int], (slot,))
-    for part, nbytes in store.parts:
-        here = _Resumption(store.memory[part], ring_store.ring(*part), tail_slot, slot, boundary)
-        if move is None or records is None:
-            run = here.run
-        else:
-            run = partial(carry, move, records.groups_of[part], nbytes)
-        yield CopyOrder(transfer, kind, tier, (CopyPart(*part, nbytes),), run, places, here.memory)
+    way = partial(_resumption, store, ring_store, (tail_slot, slot, boundary))
+    if move is None or records is None:
+        for part, nbytes in store.parts:
+            one, parts = way(part), (CopyPart(*part, nbytes),)
+            yield CopyOrder(transfer, kind, tier, parts, one.run, places, one.memory)
+        return
+    for group, parts in enumerate(store.group_parts):
+        run = partial(carry, move, group, sum([part.nbytes for part in parts]))
+        target = partial(_resumed_bytes, way, records.names[group])
+        yield CopyOrder(transfer, kind, tier, parts, run, places, target)
+
+
+def _resumption(
+    store: TailStore, rings: RingStore, numbers: tuple[int, int, int], part: Part
+) -> _Resumption:
+    return _Resumption(store.memory[part], rings.ring(*part), *numbers)
+
+
+def _resumed_bytes(way: Callable[[Part], _Resumption], names: Sequence[Part]) -> list[memoryview]:
+    return [piece for name in names for piece in way(name).memory()]
 
 
 def in_layer_order(orders: Iterable[CopyOrder]) -> tuple[CopyOrder, ...]:
-    """Return the orders sorted by layer, keeping the order of components within a layer."""
-    return tuple(sorted(orders, key=lambda order: order.layer))
+    """Return the orders sorted by layer, keeping the order of components within a layer.
+
+    Groups of layers that overlap, of pages and of a tail, become one order: a layer is there when
+    all of it is.
+    """
+    joined: list[CopyOrder] = []
+    for order in sorted(orders, key=_layer_of):
+        last = joined[-1] if joined else None
+        if last is None or order.layer > last.last_layer or order.last_layer == last.layer:
+            joined.append(order)
+        else:
+            joined[-1] = _both(last, order)
+    return tuple(joined)
+
+
+_layer_of = attrgetter("layer")
+
+
+def _both(one: CopyOrder, other: CopyOrder) -> CopyOrder:
+    return CopyOrder(
+        one.transfer,
+        one.kind,
+        "host" if "host" in (one.source, other.source) else "device",
+        tuple(sorted((*one.parts, *other.parts), key=_layer_of)),
+        lambda: one.run() + other.run(),
+        lambda: [*one.places(), *other.places()],
+        lambda: [*one.target(), *other.target()],
+    )

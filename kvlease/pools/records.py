@@ -39,6 +39,10 @@ class Records:
             for piece in group.pieces
         }
         """The number of the group that a component is in."""
+        self.names = tuple(
+            tuple((piece.layer, piece.component) for piece in group.pieces) for group in groups
+        )
+        """The components of each group, in layer order."""
 
     def component(
         self, layer: LayerId, component: str, dtype: torch.dtype, shape: tuple[int, int]

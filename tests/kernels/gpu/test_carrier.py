@@ -1,15 +1,24 @@
 """A carrier's orders move the same bytes as plain copies, over an engine's own memory."""
 
+from itertools import pairwise
 from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvlease.pools.copies import index_tensor, keep_tails, resume_orders, span_orders, tail_orders
+from kvlease.pools.copies import (
+    in_layer_order,
+    index_tensor,
+    keep_tails,
+    resume_orders,
+    span_orders,
+    tail_orders,
+)
 from kvlease.pools.memory import Memory, PoolSizes
 from kvlease.pools.prefix_node import CacheTier
 from kvlease.pools.storage import RingStore, SpanStore, TailStore, span_components, tail_components
+from kvlease.protocols import host_layout
 from kvlease.protocols.config import Device
 from kvlease.protocols.event_base import EventSink
 from kvlease.protocols.geometries import V4Geometry, deepseek_v4_schema
@@ -44,13 +53,17 @@ def in_records(memory: Memory) -> None:
 
 
 @pytest.fixture(params=["fp8", "plain"])
-def memory(request: pytest.FixtureRequest, device: str) -> Memory:
+def memory(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> Memory:
+    monkeypatch.setattr(host_layout, "FIRST_GROUP_NBYTES", 1)
+    monkeypatch.setattr(host_layout, "GROUP_NBYTES", 1)
     sink: EventSink = EventLog(level="off")
     where: Device = "cuda" if device == "cuda" else "cpu"
     made = Memory(SCHEMAS[str(request.param)], SIZES, sink, poison=False, where=where)
     if where == "cpu":
         in_records(made)
     give_carrier(made)
+    assert made.host_spans.records is not None
+    assert len(made.host_spans.records.groups) == 3
     return made
 
 
@@ -157,3 +170,24 @@ def test_tails_are_kept_stored_lifted_and_resumed(
         at = positions % found.ring_rows
         rows[1, at, : found.kept_width] = old[at, : found.kept_width]
     same(copies(running), after)
+
+
+def test_a_load_of_pages_and_a_tail_has_one_order_for_each_group(memory: Memory) -> None:
+    schema = memory.schema
+    way = index_tensor([3, 1]), index_tensor([0, 5])
+    stores, rest = (memory.host_spans, memory.spans), ((memory.rings, 1), 32)
+    pages = list(span_orders(schema, ID, "load", stores, way))
+    tail = list(resume_orders(schema, ID, "load", ("device", memory.tails, 2), *rest))
+    orders = in_layer_order([*pages, *tail])
+    assert memory.host_spans.records is not None
+    assert len(orders) == len(memory.host_spans.records.groups)
+    parts = [(part.layer, part.component) for order in orders for part in order.parts]
+    assert len(parts) == len(set(parts))
+    assert set(parts) == schema.parts(spans=True, tails=True)
+    assert [layer for layer, _ in parts] == sorted(layer for layer, _ in parts)
+    for one, other in pairwise(orders):
+        assert one.last_layer < other.layer
+    on_host = scramble(spans(memory.host_spans, schema))
+    run(list(orders))
+    for part, rows in copies(spans(memory.spans, schema)).items():
+        assert torch.equal(rows[[0, 5]], on_host[part][[3, 1]])
