@@ -180,13 +180,15 @@ def test_a_load_of_pages_and_a_tail_has_one_order_for_each_group(memory: Memory)
     tail = list(resume_orders(schema, ID, "load", ("device", memory.tails, 2), *rest))
     orders = in_layer_order([*pages, *tail])
     assert memory.host_spans.records is not None
-    assert len(orders) == len(memory.host_spans.records.groups)
+    assert len({order.layer for order in orders}) == len(memory.host_spans.records.groups)
     parts = [(part.layer, part.component) for order in orders for part in order.parts]
     assert len(parts) == len(set(parts))
     assert set(parts) == schema.parts(spans=True, tails=True)
     assert [layer for layer, _ in parts] == sorted(layer for layer, _ in parts)
     for one, other in pairwise(orders):
-        assert one.last_layer < other.layer
+        # A layer of its own may have two; those begin together, and are recorded together.
+        alone = one.layer == one.last_layer == other.layer == other.last_layer
+        assert alone or one.last_layer < other.layer
     on_host = scramble(spans(memory.host_spans, schema))
     run(list(orders))
     for part, rows in copies(spans(memory.spans, schema)).items():
