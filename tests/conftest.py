@@ -24,12 +24,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Let the session test run at full size on demand; the suite runs it smaller."""
     parser.addoption("--sessions", type=int, default=16, help="sessions of the many-sessions test")
     parser.addoption("--full", action="store_true", help="tests at full size")
+    parser.addoption("--fuzz-seconds", type=float, default=2.0, help="how long each fuzzer runs")
 
 
 @pytest.fixture
 def num_sessions(request: pytest.FixtureRequest) -> int:
     """How many concurrent sessions the many-sessions test runs."""
     chosen: int = request.config.getoption("--sessions")
+    return chosen
+
+
+@pytest.fixture
+def fuzz_seconds(request: pytest.FixtureRequest) -> float:
+    """How long a fuzzer throws things at a door."""
+    chosen: float = request.config.getoption("--fuzz-seconds")
     return chosen
 
 

@@ -24,7 +24,7 @@ NONCE_BYTES = 32
 
 Code: TypeAlias = Literal[
     "bad_request", "unauthorized", "forbidden", "version", "too_large", "too_many", "busy",
-    "draining", "deadline", "slow_reader", "not_found", "unavailable", "failed", "protocol",
+    "draining", "deadline", "slow_reader", "unavailable", "failed", "protocol",
     "idle", "internal", "cancelled",
 ]  # fmt: skip
 """Why something was refused or came to nothing; docs/rpc.md says what to do about each."""

@@ -85,6 +85,7 @@ async def assert_nothing_left(engine: Engine, service: Service) -> Statistics:
                 break
             await trio.sleep(0.01)
     assert now.ledger_ok, now.ledger_error
+    assert not service.refused["internal"]
     assert now.device.held == now.device.reserved == 0
     assert now.slots.free == now.slots.total
     return now

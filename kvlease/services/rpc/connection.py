@@ -142,9 +142,9 @@ class Connection:
             raise FrameError("protocol", f"a frame is no message (docs/rpc.md): {text}")
         if head.call in self._calls:
             raise FrameError("protocol", f"a message about call {head.call} is none: {text}")
-        refusal = Refused("bad_request", f"call {head.call} cannot be read: {text}")
-        client = self._client
-        self._service.refuse(client.door, client.peer, refusal, client=client)
+        refusal = self._service.refuse_client(
+            self._client, "bad_request", f"call {head.call} cannot be read: {text}"
+        )
         self._writer.put(rpc.Failed(head.call, "bad_request", str(refusal)))
 
     # -- messages ------------------------------------------------------------------------------

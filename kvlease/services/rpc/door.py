@@ -13,7 +13,7 @@ from typing import final
 
 import trio
 
-from kvlease.errors import ConfigError, Refused
+from kvlease.errors import ConfigError, InternalError, Refused
 from kvlease.protocols import rpc
 from kvlease.protocols.rpc import MAX_HANDSHAKE_BYTES
 from kvlease.services.rpc.address import Address, TcpAddress, UnixAddress
@@ -137,15 +137,25 @@ class RpcDoor:
         try:
             client = await self._let_in(stream, peer)
             if client is not None:
-                reason = "cancelled"
-                try:
-                    reason = await Connection(stream, self._service, client).run()
-                finally:
-                    self._service.leave(client, reason)
+                await self._serve_client(stream, client)
         except _GONE:
             pass
         finally:
             await trio.aclose_forcefully(stream)
+
+    async def _serve_client(self, stream: ByteStream, client: Client) -> None:
+        """Serve a client that is known; a mistake of ours ends its connection and no other."""
+        reason = "cancelled"
+        try:
+            reason = await Connection(stream, self._service, client).run()
+        except InternalError:
+            raise
+        except Exception as error:
+            reason = f"internal: {error!r}"
+            text = "the server made a mistake, which is in its log"
+            await _turn_away(stream, self._service.refuse_client(client, "internal", text))
+        finally:
+            self._service.leave(client, reason)
 
     async def _let_in(self, stream: ByteStream, peer: str) -> Client | None:
         """Do the handshake, within its time; None for who is turned away or goes.

@@ -157,6 +157,10 @@ class Service:
             )
         return error
 
+    def refuse_client(self, client: Client, code: str, why: str) -> Refused:
+        """Count and log that a client that was let in is sent away; returns the error."""
+        return self.refuse(client.door, client.peer, Refused(code, why), client=client)
+
     def _emit(self, event: Event) -> None:
         event.actor = "doors"
         self._log.emit(event)
