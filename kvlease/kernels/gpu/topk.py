@@ -19,7 +19,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvlease.errors import LayoutMismatch
 from kvlease.kernels.gpu.topk_narrow import (
-    KEY_END,
     find_bar,
     lanes_of,
     narrow,
@@ -116,7 +115,7 @@ def _choose_parts(
         index = tl.arange(0, GROUPS)
         count = held
         low = tl.full([], 1, tl.uint32)
-        high = tl.full([], KEY_END, tl.uint32)
+        high = tl.full([], 0xFFFFFFFF, tl.uint32)
         if held >= GROUPS:
             count, low, high = narrow(x, packed, K, PAIRS, GROUPS)
             index = tl.load(packed + index, mask=index < count, other=0, cache_modifier=".cg")

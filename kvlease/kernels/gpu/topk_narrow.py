@@ -12,9 +12,6 @@
 import triton
 import triton.language as tl
 
-KEY_END = tl.constexpr(0xFF800001)
-"""One past the key of infinity."""
-
 
 @triton.jit
 def sortable(scores):
@@ -32,37 +29,40 @@ def _score_of(key):
 
 
 @triton.jit
-def _counts(keys, first, second, third, FEW: tl.constexpr):
-    """Return how many keys reach each of three rising bars; FEW: at most 1023 do."""
+def _counts(keys, low, shift, FEW: tl.constexpr):
+    """Return how many keys reach low + 1, 2 and 3 << shift; FEW: fewer than 1024 do.
+
+    Written without conditions, which the compiler passes through one predicate, one by one.
+    """
+    quarter = tl.minimum((tl.maximum(keys, low) - low) >> shift.to(tl.uint32), 3)
     if FEW:
-        packed = tl.sum(
-            (keys >= first).to(tl.int32)
-            + ((keys >= second).to(tl.int32) << 10)
-            + ((keys >= third).to(tl.int32) << 20)
-        )
-        return packed & 1023, (packed >> 10) & 1023, packed >> 20
+        # a word of three counts: 0, 1, 1 << 10 or 1 << 20
+        packed = tl.sum((tl.full([], 1 << 20, tl.uint32) >> (30 - 10 * quarter)).to(tl.int32))
+        n3 = packed >> 20
+        n2 = n3 + ((packed >> 10) & 1023)
+        return n2 + (packed & 1023), n2, n3
     else:
-        packed = tl.sum((keys >= first).to(tl.uint32) + ((keys >= second).to(tl.uint32) << 16))
-        most = tl.sum((keys >= third).to(tl.int32))
-        return (packed & 0xFFFF).to(tl.int32), (packed >> 16).to(tl.int32), most
+        packed = tl.sum((quarter == 1).to(tl.uint32) + ((quarter == 2).to(tl.uint32) << 16))
+        n3 = tl.sum((quarter == 3).to(tl.int32))
+        n2 = n3 + (packed >> 16).to(tl.int32)
+        return n2 + (packed & 0xFFFF).to(tl.int32), n2, n3
 
 
 @triton.jit
 def find_bar(keys, low, high, count, k, enough, FEW: tl.constexpr):
     """Return the highest bar that k keys reach, or one that few enough do, and how many reach it.
 
-    ``count`` keys, at least k, reach ``low``; fewer than k reach ``high``, at most KEY_END.
+    ``count`` keys, at least k, reach ``low``; fewer than k reach ``high``.
     """
-    span = high - low
-    while (count > enough) & (span > 1):
-        # a quarter, rounded up: bars past ``high`` are reached by fewer than k all the same
-        span = (span + 3) >> 2
-        first = low + span
-        second = first + span
-        n1, n2, n3 = _counts(keys, first, second, second + span, FEW)
-        reached = (n1 >= k).to(tl.uint32) + (n2 >= k).to(tl.uint32) + (n3 >= k).to(tl.uint32)
-        low += reached * span
+    # the exponent of the bracket's size: four steps of this shift cover it
+    size = (high - low).to(tl.float32).to(tl.int32, bitcast=True)
+    shift = tl.maximum((size >> 23) - 128, 0)
+    while (count > enough) & (shift >= 0):
+        n1, n2, n3 = _counts(keys, low, shift, FEW)
+        steps = (n1 >= k).to(tl.uint32) + (n2 >= k).to(tl.uint32) + (n3 >= k).to(tl.uint32)
+        low += steps << shift.to(tl.uint32)
         count = tl.where(n3 >= k, n3, tl.where(n2 >= k, n2, tl.where(n1 >= k, n1, count)))
+        shift = tl.where(shift == 0, -1, tl.maximum(shift - 2, 0))
     return low, count
 
 
