@@ -141,16 +141,26 @@ def span_orders(
     """
     records = ends[0].records or ends[1].records
     if records is None or records.carrier is None:
-        for part in span_parts(schema, kind, ends, pages):
-            yield _order(transfer, kind, (part,))
-        return
-    move, tier = records.carrier.pages(kind, *pages), _tier_read(kind)
-    count, places = pages[0].numel(), partial(_numbers, pages[1])
-    nbytes = dict(ends[0].parts)
+        parts = span_parts(schema, kind, ends, pages)
+        return (_order(transfer, kind, (part,)) for part in parts)
+    move = records.carrier.pages(kind, *pages)
+    return _group_orders(transfer, kind, ends, pages, records, move)
+
+
+def _group_orders(
+    transfer: TransferId,
+    kind: Direction,
+    ends: tuple[SpanStore, SpanStore] | tuple[TailStore, TailStore],
+    numbers: tuple[torch.Tensor, torch.Tensor],
+    records: Records,
+    move: Move,
+) -> Iterator[CopyOrder]:
+    count, places = numbers[0].numel(), partial(_numbers, numbers[1])
+    nbytes, tier = dict(ends[0].parts), _tier_read(kind)
     for group, names in enumerate(records.names):
         parts = tuple([CopyPart(*name, count * nbytes[name]) for name in names])
         run = partial(carry, move, group, sum([part.nbytes for part in parts]))
-        target = partial(_grouped_bytes, ends[1].memory, names, pages[1])
+        target = partial(_grouped_bytes, ends[1].memory, names, numbers[1])
         yield CopyOrder(transfer, kind, tier, parts, run, places, target)
 
 
@@ -171,9 +181,16 @@ def tail_orders(
     ends: tuple[TailStore, TailStore],
     slots: tuple[torch.Tensor, torch.Tensor],
 ) -> Iterator[CopyOrder]:
-    """Yield the orders that move kept tails between tiers, slots [n] int64 at each end."""
-    for part in tail_parts(schema, kind, ends, slots):
-        yield _order(transfer, kind, (part,))
+    """Yield the orders that move kept tails between tiers, slots [n] int64 at each end.
+
+    One for each component, or for each group of layers where a carrier moves them.
+    """
+    records = ends[1].records
+    if records is None or records.carrier is None:
+        parts = tail_parts(schema, kind, ends, slots)
+        return (_order(transfer, kind, (part,)) for part in parts)
+    move = records.carrier.tails(kind, *slots)
+    return _group_orders(transfer, kind, ends, slots, records, move)
 
 
 def store_orders(transfer: TransferId, parts: Iterable[Numbered]) -> tuple[CopyOrder, ...]:
@@ -351,7 +368,7 @@ def in_layer_order(orders: Iterable[CopyOrder]) -> tuple[CopyOrder, ...]:
     joined: list[CopyOrder] = []
     for order in sorted(orders, key=_layer_of):
         last = joined[-1] if joined else None
-        if last is None or order.layer > last.last_layer or order.last_layer == last.layer:
+        if last is None or order.layer > last.last_layer or _are_of_one_layer(last, order):
             joined.append(order)
         else:
             joined[-1] = _both(last, order)
@@ -359,6 +376,10 @@ def in_layer_order(orders: Iterable[CopyOrder]) -> tuple[CopyOrder, ...]:
 
 
 _layer_of = attrgetter("layer")
+
+
+def _are_of_one_layer(one: CopyOrder, other: CopyOrder) -> bool:
+    return one.layer == one.last_layer == other.layer == other.last_layer
 
 
 def _both(one: CopyOrder, other: CopyOrder) -> CopyOrder:

@@ -172,12 +172,19 @@ def test_tails_are_kept_stored_lifted_and_resumed(
     same(copies(running), after)
 
 
-def test_a_load_of_pages_and_a_tail_has_one_order_for_each_group(memory: Memory) -> None:
+@pytest.mark.parametrize("where", ["rings", "tails"])
+def test_a_load_of_pages_and_a_tail_has_one_order_for_each_group(
+    memory: Memory, where: str
+) -> None:
     schema = memory.schema
     way = index_tensor([3, 1]), index_tensor([0, 5])
     stores, rest = (memory.host_spans, memory.spans), ((memory.rings, 1), 32)
     pages = list(span_orders(schema, ID, "load", stores, way))
-    tail = list(resume_orders(schema, ID, "load", ("device", memory.tails, 2), *rest))
+    if where == "rings":
+        tail = list(resume_orders(schema, ID, "load", ("device", memory.tails, 2), *rest))
+    else:
+        tails = (memory.host_tails, memory.tails), (index_tensor([1]), index_tensor([0]))
+        tail = list(tail_orders(schema, ID, "load", *tails))
     orders = in_layer_order([*pages, *tail])
     assert memory.host_spans.records is not None
     assert len({order.layer for order in orders}) == len(memory.host_spans.records.groups)
