@@ -22,6 +22,7 @@ from kvlease.protocols.ports import Clock, ModelRunner
 from kvlease.protocols.schema import Schema
 from kvlease.runtime.counters import Counters
 from kvlease.runtime.estimates import Estimates
+from kvlease.runtime.figures import Figures
 from kvlease.runtime.loader import submit
 from kvlease.runtime.mailbox import Mailbox
 from kvlease.runtime.messages import PrefetchResult, StepKind, StepOrder
@@ -60,6 +61,7 @@ class EngineCore:
         self.root = self.first_root = identity.root()
         self.counters = counters
         self.stalls = StallBook(counters)
+        self.figures = Figures()
         arithmetic = config.compute == "model"
         # Without arithmetic, computing again costs nothing and would always win: always load then.
         self.estimates = Estimates(is_choosing=config.load_or_recompute and arithmetic)

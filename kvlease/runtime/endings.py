@@ -16,6 +16,7 @@ def end_request(
     if request.ended.is_set():
         return
     request.end(reason, error)
+    core.figures.note_end(request, reason)
     if not core.sink.normal:
         return
     usage = request.usage()

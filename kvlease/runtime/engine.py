@@ -19,6 +19,7 @@ import trio
 
 from kvlease.errors import EngineFull, KVLeaseError, LedgerImbalance, PromptError, RequestFailed
 from kvlease.protocols.config import EngineConfig, SamplingParams
+from kvlease.protocols.event_base import Tier
 from kvlease.protocols.ownership import Lease, Shared
 from kvlease.protocols.ports import Completion, ModelRunner
 from kvlease.runtime.assembly import Assembly, EnginePorts, assemble, run_services
@@ -27,6 +28,7 @@ from kvlease.runtime.completions import CompletionBase
 from kvlease.runtime.core import EngineCore
 from kvlease.runtime.counters import Statistics
 from kvlease.runtime.event_log import EventLog
+from kvlease.runtime.figures import Figures, StallTotal
 from kvlease.runtime.mailbox import ask
 from kvlease.runtime.messages import Flush
 from kvlease.runtime.nurseries import one_error
@@ -248,6 +250,20 @@ class Engine:
             request="flush",
             deadline_s=core.config.request_timeout_s,
         )
+
+    @property
+    def figures(self) -> Figures:
+        """Totals by kind, which go on growing; for reading only."""
+        return self._core.figures
+
+    def stalls(self) -> dict[tuple[Tier, int], StallTotal]:
+        """Return how compute stood still, by the tier that it waited for, and layer."""
+        return self._core.stalls.totals()
+
+    def num_overdue(self) -> int:
+        """Count requests that are open after their deadline; more than a moment long, they hang."""
+        now = self._core.clock.now()
+        return sum(request.deadline_s < now for request in self._assembly.open_requests)
 
     def statistics(self, *, recount: bool = True) -> Statistics:
         """Return counters and ledgers now.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 
 import httpx
 import msgspec
@@ -21,9 +20,8 @@ from kvlease.protocols.ports import ModelRunner, SampledToken, StepInput, StepRe
 from kvlease.protocols.schema import Schema
 from kvlease.runtime.engine import Engine, open_engine
 from kvlease.runtime.event_log import EventLog
-from kvlease.services.chat.encoder import ChatEncoder
 from kvlease.services.openai_http.context import Context
-from kvlease.services.openai_http.server import HttpDoor, open_http_door
+from kvlease.services.openai_http.server import Entrance
 from kvlease.services.rpc.address import TcpAddress
 from kvlease.services.serving.limits import Limits
 from kvlease.services.serving.service import Service
@@ -108,13 +106,9 @@ class Server:
     engine: Engine
     service: Service
     context: Context
-    door: HttpDoor
+    port: int
     model: ScriptedModel
     events: list[Event] = field(repr=False)
-
-    @property
-    def port(self) -> int:
-        return self.door.addresses[0].port
 
     @property
     def url(self) -> str:
@@ -144,11 +138,13 @@ async def open_server(
     scripted.scripts.extend(scripts)
     async with open_engine(model or scripted, config, log=log) as engine:
         service = Service(engine, Tenants(tenants), msgspec.convert(limits, Limits), log)
-        context = Context(service, ChatEncoder.of_model(None), log)
-        metrics = partial(bytes, 0)
-        async with open_http_door(context, [TcpAddress("127.0.0.1", 0)], metrics) as door:
-            yield Server(engine, service, context, door, scripted, events)
+        entrance = Entrance(TcpAddress("127.0.0.1", 0), service.limits, None)
+        door = entrance.door(service, log)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(door.run)
+            yield Server(engine, service, door.context, entrance.port, scripted, events)
             await assert_nothing_left(engine, service)
+            nursery.cancel_scope.cancel()
     log.close()
 
 

@@ -12,20 +12,25 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 import trio
 
 import kvlease
-from kvlease.errors import Refused
+from kvlease.errors import ConfigError, Refused
 from kvlease.protocols.config import SamplingParams
 from kvlease.protocols.events import AnyEvent, RpcCall, RpcDrain
 from kvlease.services.replay.checker import check_log
 from kvlease.services.rpc.client import Client
+from kvlease.services.serving.config import ServeConfig
+from kvlease.services.serving.plan import make_plan
 from tests.runtime.test_event_log import lines_of
 from tests.tidy.rules import ROOT
 
 LONG = SamplingParams(max_tokens=300, ignore_eos=True)
-READY = re.compile(r"kvlease: ready at (\S+) \(model embedded, .* open (\d+\.\d+) s later\)")
+READY = re.compile(
+    r"kvlease: ready at (\S+(?: \S+)*) \(model embedded, .* open (\d+\.\d+) s later\)"
+)
 
 
 @asynccontextmanager
@@ -175,3 +180,25 @@ def test_a_good_configuration_is_checked_without_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )
     assert done.stdout.splitlines() == ["kvlease: the configuration is good", "set()"]
+
+
+async def test_the_http_door_is_served_and_drained_too(tmp_path: Path) -> None:
+    """Both doors of one process, one engine behind them; a signal ends both in order."""
+    flags = ("--listen", "tcp://127.0.0.1:0", "--http", "127.0.0.1:0", "--device-pages", "128")
+    async with running(*flags) as (process, where):
+        rpc, url = where.split()
+        async with kvlease.connect(rpc) as client, httpx.AsyncClient(base_url=url) as http:
+            asked = {"model": "embedded", "prompt": "Hi", "max_tokens": 4, "ignore_eos": True}
+            got = await http.post("/v1/completions", json=asked)
+            assert got.json()["usage"]["completion_tokens"] == 4
+            assert (await client.statistics()).engine["output_tokens"] == 4
+            assert "kvlease_output_tokens_total 4.0" in (await http.get("/metrics")).text
+            process.send_signal(signal.SIGTERM)
+            assert await status_of(process) == 0
+
+
+def test_an_open_http_door_needs_keys() -> None:
+    with pytest.raises(ConfigError, match="other machines"):
+        make_plan(ServeConfig(http="0.0.0.0:0"))
+    with pytest.raises(ConfigError, match="give HOST:PORT"):
+        make_plan(ServeConfig(http="localhost"))

@@ -10,20 +10,22 @@ from __future__ import annotations
 import importlib
 import logging
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Protocol, cast, final
 
 import trio
 from attrs import frozen
 from hypercorn.config import Config
 
 from kvlease.errors import ConfigError
+from kvlease.protocols.event_base import EventSink
+from kvlease.services.chat.encoder import ChatEncoder
 from kvlease.services.openai_http.app import make_app
 from kvlease.services.openai_http.context import Context
 from kvlease.services.rpc.address import TcpAddress
 from kvlease.services.serving.limits import Limits
+from kvlease.services.serving.metrics import metrics_of
+from kvlease.services.serving.service import Service
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -58,19 +60,6 @@ class Certificate:
     key: str
 
 
-@frozen
-class HttpDoor:
-    """A door that is open.
-
-    Attributes:
-        addresses: where it listens.
-        context: what its requests share.
-    """
-
-    addresses: list[TcpAddress]
-    context: Context
-
-
 def _listen(address: TcpAddress, write_timeout_s: float) -> socket.socket:
     """Listen at an address; connections inherit the bound on writes. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
@@ -90,11 +79,9 @@ def _listen(address: TcpAddress, write_timeout_s: float) -> socket.socket:
     return listening
 
 
-def _config(
-    sockets: list[socket.socket], limits: Limits, certificate: Certificate | None
-) -> Config:
+def _config(listening: socket.socket, limits: Limits, certificate: Certificate | None) -> Config:
     config = Config()
-    config.bind = [f"fd://{one.fileno()}" for one in sockets]
+    config.bind = [f"fd://{listening.fileno()}"]
     config.backlog = BACKLOG
     config.keep_alive_timeout = limits.idle_timeout_s  # pyright: ignore[reportAttributeAccessIssue]
     config.ssl_handshake_timeout = limits.handshake_timeout_s  # pyright: ignore[reportAttributeAccessIssue]
@@ -106,34 +93,57 @@ def _config(
     return config
 
 
-@asynccontextmanager
-async def open_http_door(
-    context: Context,
-    addresses: list[TcpAddress],
-    metrics: Callable[[], bytes],
-    certificate: Certificate | None = None,
-) -> AsyncGenerator[HttpDoor]:
-    """Open the door for a block; leaving it ends every connection.
+@final
+class Entrance:
+    """What of a door can be made before there is an engine: its socket, and the chat encoder.
 
-    It closes by itself once the service has drained, and keeps answering until then.
-    Checkpoints: on entry and exit. Raises ConfigError if an address cannot be listened at.
+    Ownership: owns the socket until `door` is called, or `close`.
     """
-    service = context.service
-    sockets: list[socket.socket] = []
-    try:
-        for address in addresses:
-            sockets.append(_listen(address, service.limits.write_timeout_s))  # noqa: PERF401 - closed on error
-        bound = [TcpAddress(*one.getsockname()[:2]) for one in sockets]
-        config = _config(sockets, service.limits, certificate)
-    except BaseException:
-        for one in sockets:
-            one.close()
-        raise
-    serve = cast("_Serve", importlib.import_module("hypercorn.trio").serve)
-    app = make_app(context, metrics)
-    async with trio.open_nursery() as nursery:
-        for one in sockets:
-            one.detach()  # hypercorn's from here on
-        await nursery.start(partial(serve, app, config, shutdown_trigger=service.drained.wait))
-        yield HttpDoor(bound, context)
-        nursery.cancel_scope.cancel()
+
+    def __init__(
+        self,
+        address: TcpAddress,
+        limits: Limits,
+        model: str | None,
+        certificate: Certificate | None = None,
+    ) -> None:
+        """Read the model's tokenizer and listen; who comes early waits.
+
+        Raises ConfigError if the address cannot be listened at, BadInput for the tokenizer.
+        """
+        self._encoder = ChatEncoder.of_model(model)
+        self._certificate = certificate
+        self._socket = _listen(address, limits.write_timeout_s)
+        self._limits = limits
+        self.port: int = self._socket.getsockname()[1]
+        scheme = "http" if certificate is None else "https"
+        self.url = f"{scheme}://{address.host}:{self.port}"
+
+    def door(self, service: Service, log: EventSink) -> HttpDoor:
+        """Make the door; the socket is its own from here on."""
+        context = Context(service, self._encoder, log)
+        config = _config(self._socket, self._limits, self._certificate)
+        self._socket.detach()
+        return HttpDoor(context, config, self.url)
+
+    def close(self) -> None:
+        """Stop listening, if that has not become somebody else's."""
+        self._socket.close()
+
+
+@final
+class HttpDoor:
+    """The door: serves OpenAI's clients, and Prometheus, at one address."""
+
+    def __init__(self, context: Context, config: Config, url: str) -> None:
+        """Made by an `Entrance`."""
+        self.context = context
+        self.addresses = [url]
+        self._config = config
+
+    async def run(self) -> None:
+        """Serve until the service has drained, or until cancelled. Checkpoints: always."""
+        service = self.context.service
+        app = make_app(self.context, metrics_of(service, self.context.tool_call_errors))
+        serve = cast("_Serve", importlib.import_module("hypercorn.trio").serve)
+        await serve(app, self._config, shutdown_trigger=service.drained.wait)

@@ -6,15 +6,18 @@ All that can be wrong without an engine is found here, so that `kvlease serve --
 from __future__ import annotations
 
 import ssl
+from importlib.util import find_spec
 from pathlib import Path
 
 from attrs import frozen
 
 from kvlease.errors import ConfigError
 from kvlease.services.outputs import check_writable
-from kvlease.services.rpc.address import Address, parse_address
+from kvlease.services.rpc.address import Address, TcpAddress, parse_address
 from kvlease.services.serving.config import ServeConfig
 from kvlease.services.serving.tenants import Tenant, Tenants, salt_of
+
+HTTP_PACKAGES = ("hypercorn", "jsonschema_rs", "prometheus_client", "starlette")
 
 
 @frozen
@@ -25,6 +28,7 @@ class Plan:
     tenants: Tenants
     addresses: tuple[Address, ...]
     tls: ssl.SSLContext | None
+    http: TcpAddress | None
 
 
 def make_plan(config: ServeConfig) -> Plan:
@@ -37,20 +41,34 @@ def make_plan(config: ServeConfig) -> Plan:
         raise ConfigError(f"model {config.model} is no folder; give one with a config.json")
     if config.level == "audit" and config.log is None:
         raise ConfigError("log_level audit is for a file; say which with log")
-    if config.http is not None:
-        raise ConfigError("http: this version has no HTTP door; leave it out")
     check_writable(config.log)
     tenants = Tenants(_tenants(config))
     addresses = tuple(parse_address(text) for text in config.listen)
     if not addresses and config.http is None:
         raise ConfigError("listen is empty, so nobody could reach the server; give an address")
-    for address in addresses:
+    http = None if config.http is None else _http(config.http)
+    for address in (*addresses, *(() if http is None else (http,))):
         if not (tenants.needs_secret or address.is_local):
             raise ConfigError(
                 f"{address} can be reached from other machines; give secret_file or tenants, so"
                 " that not everybody is let in"
             )
-    return Plan(config, tenants, addresses, _tls(config))
+    return Plan(config, tenants, addresses, _tls(config), http)
+
+
+def _http(text: str) -> TcpAddress:
+    """Read the HTTP door's address, and see that its packages are there."""
+    missing = [name for name in HTTP_PACKAGES if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"http needs the packages {', '.join(missing)} (extra `serve`); install them"
+        )
+    try:
+        address = parse_address(f"tcp://{text}")
+    except ConfigError as error:
+        raise ConfigError(f"http is {text!r}; give HOST:PORT") from error
+    assert isinstance(address, TcpAddress), "it says so"
+    return address
 
 
 def _tenants(config: ServeConfig) -> list[Tenant]:

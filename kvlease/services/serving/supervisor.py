@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import trio
-from attrs import define
+from attrs import define, frozen
 
 from kvlease.protocols.rpc import ServerStatistics
 from kvlease.runtime.event_log import EventLog
@@ -23,6 +23,8 @@ from kvlease.services.serving.service import Service
 
 if TYPE_CHECKING:
     from kvlease.runtime.engine import Engine
+    from kvlease.services.openai_http.server import Entrance
+    from kvlease.services.rpc.address import TcpAddress
 
 FAREWELL_S = 5.0
 """For the doors to see their clients off once nothing is under way any more."""
@@ -73,7 +75,7 @@ async def serve(plan: Plan, log: EventLog, say: Callable[[str], None]) -> ServeO
     outcome = ServeOutcome()
     config, started_s = plan.config, trio.current_time()
     async with (
-        _listening(plan) as listeners,
+        _listening(plan) as listening,
         open_engine(config.model, config.engine, log=log) as engine,
     ):
         loaded_s = trio.current_time()
@@ -81,7 +83,7 @@ async def serve(plan: Plan, log: EventLog, say: Callable[[str], None]) -> ServeO
         with trio.CancelScope() as scope:
             async with open_flat_nursery() as nursery:
                 await nursery.start(_heed_signals, service, scope, outcome)
-                doors = open_doors(plan, service, listeners)
+                doors = open_doors(plan, service, listening, log)
                 for door in doors:
                     nursery.start_soon(door.run)
                 addresses = " ".join(name for door in doors for name in door.addresses)
@@ -116,26 +118,53 @@ async def _open_service(plan: Plan, engine: Engine, log: EventLog) -> Service:
     return service
 
 
+@frozen
+class Listening:
+    """Where a server listens before it has a model; who comes early waits."""
+
+    rpc: list[trio.SocketListener]
+    http: Entrance | None
+
+
 @asynccontextmanager
-async def _listening(plan: Plan) -> AsyncGenerator[list[trio.SocketListener]]:
-    """Listen at every RPC address for a block; who comes early waits until the model is loaded.
+async def _listening(plan: Plan) -> AsyncGenerator[Listening]:
+    """Listen at every address for a block.
 
     An address that is taken is told of before the model is loaded, which may take minutes.
     """
     listeners: list[trio.SocketListener] = []
+    entrance: Entrance | None = None
     try:
         for address in plan.addresses:
             listeners += await open_listeners(address)
-        yield listeners
+        if plan.http is not None:
+            entrance = _entrance(plan, plan.http)
+        yield Listening(listeners, entrance)
     finally:
+        if entrance is not None:
+            entrance.close()
         with trio.CancelScope(shield=True):
             for listener in listeners:
                 await listener.aclose()
 
 
-def open_doors(plan: Plan, service: Service, listeners: list[trio.SocketListener]) -> list[Door]:
+def _entrance(plan: Plan, address: TcpAddress) -> Entrance:
+    from kvlease.services.openai_http.server import Certificate, Entrance  # an optional part
+
+    config, certificate = plan.config, None
+    if config.tls_cert is not None and config.tls_key is not None:
+        certificate = Certificate(config.tls_cert, config.tls_key)
+    return Entrance(address, config.limits, config.model, certificate)
+
+
+def open_doors(plan: Plan, service: Service, listening: Listening, log: EventLog) -> list[Door]:
     """Make every door that the configuration asks for."""
-    return [RpcDoor(service, listeners, plan.tls)] if listeners else []
+    doors: list[Door] = []
+    if listening.rpc:
+        doors.append(RpcDoor(service, listening.rpc, plan.tls))
+    if listening.http is not None:
+        doors.append(listening.http.door(service, log))
+    return doors
 
 
 async def _heed_signals(
