@@ -19,7 +19,7 @@ GPU_PYTHON ?= $(BIN)/python
 
 help: ## print this list
 	@echo 'kvlease: make TARGET, where TARGET is one of'
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-10s%s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-11s%s\n", $$1, $$2}'
 
 run: $(VENV)/.run ## set up, then serve 64 tool-agent sessions and verify every answer
 	$(BIN)/kvlease run $(ARGS)

@@ -24,7 +24,16 @@ from kvlease.version import __version__
 _PACKAGES = ("torch", "triton", "trio", "msgspec")
 Measure = Callable[[Ceilings], Iterator[Figure | Skipped]]
 
-_ON_CUDA: dict[Group, tuple[Measure, ...]] = {}
+
+def _groups() -> dict[Group, tuple[Measure, ...]]:
+    """Return what measures each group; loads Triton, which only comes with a CUDA device."""
+    from kvlease.services.bench import attention, copies, indexer, serving
+
+    return {
+        "copy": (copies.measure,),
+        "kernels": (attention.measure, indexer.measure),
+        "serve": (serving.measure,),
+    }
 
 
 class BenchReport(msgspec.Struct):
@@ -66,8 +75,9 @@ def _measure(
     say("ceilings of this machine")
     report.ceilings, figures = ceilings.measure()
     yield from figures
+    measures = _groups()
     for group in groups:
-        for measure in _ON_CUDA.get(group, ()):
+        for measure in measures.get(group, ()):
             say(group)
             yield from measure(report.ceilings)
             torch.cuda.empty_cache()

@@ -5,16 +5,21 @@ A checkpoint of that size cannot be had everywhere; its shapes decide the times.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from attrs import evolve
 
-from kvlease.kernels.models.config import V4Config
+from kvlease.kernels.models.config import MlpKind, V4Config
 from kvlease.kernels.models.deepseek_v4 import DeepseekV4, ModelOptions
 from kvlease.kernels.models.embedded import RandomTensors
+from kvlease.kernels.models.tensor_names import layer_shapes, model_shapes
 from kvlease.kernels.models.weights import build_weights
-from kvlease.protocols.geometries import StoreFormat
+from kvlease.protocols.geometries import LayerKind, StoreFormat
 
 FLASH_LAYERS = 43
+_LATENT = 584
+"""Bytes of a latent row in fp8."""
 FOUR_LAYERS = V4Config(
     vocab_size=129_280,
     hidden=4096,
@@ -40,9 +45,11 @@ FOUR_LAYERS = V4Config(
 
 def flash_config(num_layers: int = FLASH_LAYERS) -> V4Config:
     """Return Flash's layers: two sliding ones, then sparse and heavy ones in turns."""
-    kinds = ("sliding", "sliding", *(("sparse", "heavy") * num_layers))[:num_layers]
-    mlps = ("hash", "hash", "hash", *(("score",) * num_layers))[:num_layers]
-    return evolve(FOUR_LAYERS, layer_kinds=kinds, mlp_kinds=mlps)
+    turns: tuple[LayerKind, ...] = ("sparse", "heavy") * num_layers
+    kinds: tuple[LayerKind, ...] = ("sliding", "sliding", *turns)
+    scored: list[MlpKind] = ["score"] * num_layers
+    mlps: tuple[MlpKind, ...] = ("hash", "hash", "hash", *scored)
+    return evolve(FOUR_LAYERS, layer_kinds=kinds[:num_layers], mlp_kinds=mlps[:num_layers])
 
 
 def random_model(config: V4Config, formats: StoreFormat, *, seed: int = 0) -> DeepseekV4:
@@ -54,3 +61,25 @@ def random_model(config: V4Config, formats: StoreFormat, *, seed: int = 0) -> De
     weights = build_weights(config, source, torch.bfloat16, torch.device("cuda"))
     options = ModelOptions("bfloat16", formats, formats, exact=False, device="cuda")
     return DeepseekV4(config, weights, source.fingerprint(), options)
+
+
+def step_nbytes(config: V4Config, batch: int, context: int) -> float:
+    """Return the fewest bytes that a decode step reads: bf16 weights once, and fp8 cached rows.
+
+    Of the routed experts those count that a batch of random tokens touches on average.
+    """
+    untouched = (1 - config.experts_per_token / config.num_experts) ** batch
+    weights = math.prod(model_shapes(config)["head.weight"])
+    rows = 0.0
+    for number, kind in enumerate(config.layer_kinds):
+        for name, shape in layer_shapes(config, number).items():
+            is_routed = name.startswith("ffn.experts.")
+            if name != "ffn.gate.tid2eid":
+                weights += math.prod(shape) * ((1 - untouched) if is_routed else 1)
+        rows += config.window * config.head_dim * 2
+        if kind == "sparse":
+            entries = context // config.sparse_ratio
+            rows += entries * (config.index_dim + 4) + min(entries, config.index_topk) * _LATENT
+        elif kind == "heavy":
+            rows += context // config.heavy_ratio * _LATENT
+    return 2 * weights + batch * rows

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol, cast, final
 
 import torch
+from attrs import frozen
 
 from kvlease.services.bench.figure import Spread
 
@@ -70,15 +71,42 @@ class _Event(Protocol):
     def elapsed_time(self, end: _Event) -> float: ...
 
 
+@frozen
+class Span:
+    """Work on a stream between two timed events; read it once the work is done."""
+
+    begin: _Event
+    end: _Event
+
+    @staticmethod
+    def around(work: Callable[[], object]) -> Span:
+        """Queue work on the current stream, with an event on either side."""
+        make = cast("Callable[..., _Event]", torch.cuda.Event)
+        span = Span(make(enable_timing=True), make(enable_timing=True))
+        span.begin.record()
+        work()
+        span.end.record()
+        return span
+
+    @property
+    def seconds(self) -> float:
+        """How long the device took from one event to the other."""
+        return self.begin.elapsed_time(self.end) / 1e3
+
+    def begins_before(self, other: Span) -> bool:
+        """Whether it begins no later than another one."""
+        return self.begin.elapsed_time(other.begin) >= 0
+
+    def ends_before(self, other: Span) -> bool:
+        """Whether it ends no later than another one."""
+        return self.end.elapsed_time(other.end) >= 0
+
+
 def elapsed_ms(work: Callable[[], object]) -> float:
-    """Return the device's milliseconds between events around work on the current stream."""
-    make = cast("Callable[..., _Event]", torch.cuda.Event)
-    before, after = make(enable_timing=True), make(enable_timing=True)
-    before.record()
-    work()
-    after.record()
-    after.synchronize()
-    return before.elapsed_time(after)
+    """Return the device's milliseconds for work on the current stream, waiting for it."""
+    span = Span.around(work)
+    span.end.synchronize()
+    return span.seconds * 1e3
 
 
 def time_once(work: Callable[[], object], repeats: int) -> Spread:
@@ -88,3 +116,13 @@ def time_once(work: Callable[[], object], repeats: int) -> Spread:
         torch.cuda.synchronize()
         samples.append(elapsed_ms(work))
     return Spread.of(samples)
+
+
+class _Properties(Protocol):
+    multi_processor_count: int
+
+
+def num_processors() -> int:
+    """Return how many multiprocessors the current device has."""
+    look = cast("Callable[[], _Properties]", torch.cuda.get_device_properties)
+    return look().multi_processor_count
