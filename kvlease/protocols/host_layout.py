@@ -5,6 +5,11 @@ tenth of it. So the components of some layers of one page lie next to each other
 the records of a group lie in page order: one page is one large piece, and pages with consecutive
 numbers are one piece together. The first groups are small, because the first layer's reader waits
 for all of its group. What this module does not know: where the memory is, and who copies.
+
+Measured on an H200 (pinned copies 55.3 GB/s): scattered pieces of 46, 94, 141 and 282 KB come at
+48.8, 52.4, 52.8 and 53.5 GB/s and go at 45.4, 49.3, 51.1 and 52.9; alignment beyond 16 bytes
+changes nothing. Larger groups would gain a few per cent where no two host pages lie together, and
+make layers wait longer for each other.
 """
 
 from collections.abc import Iterable, Iterator

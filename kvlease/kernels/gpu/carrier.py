@@ -18,9 +18,11 @@ from kvlease.kernels.gpu.staging import Direction, GroupEnds, MovedPages, PageMo
 from kvlease.kernels.gpu.tail_copy import TailPiece, TailTable, move_tails
 
 PROGRAMS = 132
-"""Programs of a kernel that spreads or gathers records."""
-SLOT_NBYTES = 16 << 20
-NUM_SLOTS = 4
+"""Programs of a kernel that spreads or gathers records, at most: each slot's is over in 50 us."""
+SLOT_NBYTES = 24 << 20
+NUM_SLOTS = 3
+PRIORITY = -1
+"""Of a ring's stream: a slot that waits for a multiprocessor holds up the link."""
 
 
 @frozen
@@ -149,7 +151,9 @@ class Carrier:
         ]
         slot = max([SLOT_NBYTES, *(group.host.shape[1] for group in pages)])
         self._movers: dict[Direction, PageMover] = {
-            direction: PageMover(direction, ends, StagingRing(device, slot, NUM_SLOTS), PROGRAMS)
+            direction: PageMover(
+                direction, ends, StagingRing(device, slot, NUM_SLOTS, PRIORITY), PROGRAMS
+            )
             for direction in ("load", "store")
         }
         self._tails = tuple(tails)

@@ -82,6 +82,6 @@ class CopyEngine:
         error = self._copy(*self._addresses, count, *self._rest, stream.cuda_stream)
         if error:
             raise OperatingError(
-                f"the CUDA driver refused {count} copies with error {error}; see CUresult in its"
-                " manual"
+                f"the CUDA driver refused {count} copies with error {error} (see CUresult in its"
+                " manual); the default stream takes no batches"
             )

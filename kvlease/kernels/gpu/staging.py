@@ -4,6 +4,13 @@ Two stages on two streams: a copy engine moves records between the host and a sl
 moves them between the slot and the pools. Each slot's two events order its stages, so that while
 one slot crosses the link another is spread. The stage that makes bytes true runs on the caller's
 stream: what it records there covers the whole move.
+
+Why so: a copy engine leaves the multiprocessors to compute, and a kernel that crosses the link does
+not. Measured on an H200, 1,024 scattered pages of DeepSeek-V4-Flash (fp8, 43 layers), pinned copies
+at 55.3 GB/s: this way loads at 53.6 to 54.7 GB/s and stores at 48.5 (no two host pages together),
+53.1 (runs of 4) or 54.9; beside a bf16 matmul loop both at 54.4, the loop keeping 92 to 97 % of
+its rate. Kernels over pinned memory: 48 to 49.5 GB/s, beside the loop loads at 38 with 77 % kept,
+stores at 46 with 32 %. Engines straight to pages of 46 KB: 45 to 51 GB/s, of 8 KB a tenth.
 """
 
 from collections.abc import Callable, Sequence
@@ -103,7 +110,7 @@ class StagingRing:
     """
 
     def __init__(
-        self, device: torch.device, slot_nbytes: int, num_slots: int, priority: int = 0
+        self, device: torch.device, slot_nbytes: int, num_slots: int, priority: int
     ) -> None:
         """Allocate ``num_slots`` slots of ``slot_nbytes``."""
         self.slot_nbytes = slot_nbytes

@@ -27,12 +27,14 @@ def device() -> str:
 
 
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams and copy engines: those of the device, or what stands in for them."""
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A stream to work on and copy engines: those of the device, or what stands in for them."""
     if not HAS_CUDA:
         from tests.kernels.gpu.in_order import stand_in
 
         stand_in(monkeypatch)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield
 
 
 @pytest.fixture(autouse=True)

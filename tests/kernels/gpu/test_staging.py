@@ -40,7 +40,7 @@ def test_records_arrive_whole_and_alone(
     pools = [torch.randint(0, 256, (12, size), dtype=torch.uint8, device=device) for size in PIECES]
     offsets = [sum(PIECES[:n]) for n in range(len(PIECES))]
     table = RecordTable(list(zip(pools, offsets, strict=True)), RECORD)
-    ring = StagingRing(torch.device(device), 3 * RECORD, 2)
+    ring = StagingRing(torch.device(device), 3 * RECORD, 2, -1)
     mover = PageMover(direction, [GroupEnds(host, table)], ring, programs=2)
     device_pages = torch.randperm(12)[: len(host_pages)]
     pages = MovedPages(np.array(host_pages, dtype=np.int64), device_pages.int().to(device))
@@ -48,10 +48,9 @@ def test_records_arrive_whole_and_alone(
     old_pools = [pool.clone() for pool in pools]
 
     settle(device)
-    main = torch.cuda.Stream()
-    with torch.cuda.stream(main):
-        mover.begin(main)
-        assert mover.move(0, pages, main) == len(host_pages) * RECORD
+    main = torch.cuda.current_stream()
+    mover.begin(main)
+    assert mover.move(0, pages, main) == len(host_pages) * RECORD
     settle(device)
 
     if direction == "load":
