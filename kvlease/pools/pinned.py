@@ -5,8 +5,8 @@ not know what is kept in it.
 """
 
 import mmap
-import weakref
 from typing import Protocol, cast
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -35,6 +35,6 @@ def pinned_bytes(nbytes: int) -> torch.Tensor:
     if status:
         raise RuntimeError(f"cudaHostRegister failed with status {status}")
     # The array goes before the region under it; the driver must have let go of both by then.
-    unpin = weakref.finalize(memory, runtime.cudaHostUnregister, address)
+    unpin = finalize(memory, runtime.cudaHostUnregister, address)
     unpin.atexit = False
     return torch.from_numpy(memory)

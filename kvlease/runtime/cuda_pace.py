@@ -12,8 +12,8 @@ from typing import final
 
 LOOK_S = 12e-6
 """What one look costs of the waiter's core, its sleep included (measured in a virtual machine)."""
-MARGIN_S = 15e-6
-MARGIN_SHARE = 0.005
+MARGIN_S = 10e-6
+MARGIN_SHARE = 0.0025
 SPREAD_SHARE = 0.25
 """How much earlier and later than ever before a point may be due."""
 SAME_KIND = 1.15
@@ -26,8 +26,9 @@ WATCH_S = 30e-6
 than busy."""
 MEMORY = 6
 """Durations that are remembered: steps of a few kinds may alternate on one stream."""
-CLOSE_S = 12e-6
-"""Looks that may follow each other faster than this are better made without sleeping at all."""
+CLOSE_S = 20e-6
+"""Looks that may follow each other faster than this are better made without sleeping: that costs
+little more then, and sees at once."""
 
 Window = tuple[float, float, float]
 """From when to when a point is due, and how long to sleep between looks there, all in seconds."""

@@ -87,7 +87,7 @@ def assert_ledger(statistics: Statistics) -> None:
 
 @pytest.mark.gpu
 async def test_sessions_with_restores_and_late_copies(model: DeepseekV4) -> None:
-    ports = EnginePorts(copier=jitter(300e-6))
+    ports = EnginePorts(copier=jitter(5e-3))
     async with open_engine(model, gpu_config(), ports=ports) as engine:
         cases = await serve(engine, 10, 3)
         statistics = engine.statistics()
