@@ -338,9 +338,13 @@ class Loader(Actor[Transfer]):
 
 
 class _LayerRun(NamedTuple):
-    """The copies ``first`` to ``last - 1`` of a plan are of one layer."""
+    """The copies ``first`` to ``last - 1`` of a plan are of the layers up to ``last_layer``.
+
+    They share one completion, so they are recorded together, behind the last of them (R2).
+    """
 
     layer: int
+    last_layer: int
     first: int
     last: int
 
@@ -348,10 +352,12 @@ class _LayerRun(NamedTuple):
 def _layer_runs(copies: Sequence[CopyOrder]) -> list[_LayerRun]:
     runs: list[_LayerRun] = []
     for index, order in enumerate(copies):
-        first = index
-        if runs and runs[-1].layer == order.layer:
-            first = runs.pop().first
-        runs.append(_LayerRun(order.layer, first, index + 1))
+        layer, last_layer, first = order.layer, order.last_layer, index
+        if runs and runs[-1].last_layer >= layer:
+            before = runs.pop()
+            layer, last_layer = before.layer, max(before.last_layer, last_layer)
+            first = before.first
+        runs.append(_LayerRun(layer, last_layer, first, index + 1))
     return runs
 
 

@@ -11,16 +11,17 @@ import torch
 import trio
 
 from kvlease.errors import TransferFailed
-from kvlease.protocols.ports import CompletionState, Copier, Stream
+from kvlease.protocols.ports import CompletionState, Copier, CopyOrder, CopyPart, Stream
 from kvlease.protocols.readiness import Readiness
 from kvlease.runtime.cuda_stream import CudaStream
 from kvlease.runtime.loader import submit
 from kvlease.runtime.transfer import Transfer
-from kvlease.units import LayerId, LeaseId
+from kvlease.runtime.transfer_plan import TransferPlan
+from kvlease.units import LayerId, LeaseId, TransferId
 from tests.runtime.cuda.devices import Device, open_streams
 from tests.runtime.cuda.loads import NUM_LAYERS, PARTS, Bench, DeviceCopier, Unwaiting
 from tests.runtime.loader_rig import Rig
-from tests.runtime.rig import PATIENCE_S, Held
+from tests.runtime.rig import PATIENCE_S, Held, PlainCopier
 
 PLANNED, RECORDED = CompletionState.PLANNED, CompletionState.RECORDED
 DONE, FAILED, REVOKED = CompletionState.DONE, CompletionState.FAILED, CompletionState.REVOKED
@@ -185,3 +186,34 @@ async def test_closing_the_streams_ends_and_settles_what_was_under_way(device: D
     assert all(one.state in (DONE, REVOKED, FAILED) for one in transfers)
     assert all(one.is_settled for one in transfers)
     assert held.closed == 3
+
+
+async def test_layers_that_share_copies_are_recorded_behind_the_last_of_them(
+    device: Device,
+) -> None:
+    """A copy of layers 0 to 2 and one of layer 1 make all three true, and neither one alone."""
+    number = TransferId(1)
+    arrived = torch.zeros(2, dtype=torch.int64, device=device.name)
+
+    def move(place: int, seconds: float) -> int:
+        device.delay(seconds)
+        device.enqueue(partial(arrived[place].fill_, 1))
+        return 8
+
+    def order(layers: tuple[int, ...], place: int, seconds: float) -> CopyOrder:
+        parts = tuple(CopyPart(layer, "latent", 8 // len(layers)) for layer in layers)
+        run = partial(move, place, seconds)
+        return CopyOrder(number, "load", "host", parts, run, list[int], list)
+
+    orders = order((0, 2), 0, 0.0), order((1,), 1, 0.2)
+    plan = TransferPlan(number, "load", orders, 3, 10.0, "test")
+    seen = torch.zeros_like(arrived)
+    async with loading(device, PlainCopier()) as (rig, compute, _):
+        transfer = Transfer(plan)
+        submit(rig.mailbox, transfer)
+        readiness = Readiness(3, [(LeaseId(1), transfer)])
+        await readiness.settle(LayerId(0), compute)
+        compute.launch(lambda: device.enqueue(partial(seen.copy_, arrived, non_blocking=True)))
+        await compute.record().wait_done()
+        await readiness.verify()
+    assert seen.tolist() == [1, 1]
