@@ -8,6 +8,7 @@ are; what meets hidden states (row numbers, masks) is placed on the model's devi
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -135,8 +136,6 @@ class StepPlan:
         self._sequences = self._pad(sequences)
         self._positions = self._pad(self._starts[sequences] + offsets)
         self._tokens = self._pad(flat)
-        self.tokens = self._placed(self._tokens)
-        self.positions = self._placed(self._positions)
         self.sequences = _tensor(self._sequences)
         self.sequence_column = self.sequences.unsqueeze(1)
         self.last_rows = self._first_rows + lengths - 1
@@ -145,6 +144,26 @@ class StepPlan:
         self._visible: dict[int, Visible] = {}
         self._closings: dict[tuple[int, int, bool], Closings | None] = {}
         self._phases: dict[int, Tensor] = {}
+        self._endings: dict[int, tuple[Tensor, Tensor] | None] = {}
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """Each row's token, [N] int64."""
+        return self._placed(self._tokens)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Each row's position, [N] int64."""
+        return self._placed(self._positions)
+
+    def endings(self, ratio: int) -> tuple[Tensor, Tensor] | None:
+        """Return sequences and numbers of the groups that end in this step, in host memory."""
+        if ratio not in self._endings:
+            positions = self._positions[: self.num_rows]
+            ends = np.flatnonzero(positions % ratio == ratio - 1)
+            found = _tensor(self._sequences[ends]), _tensor(positions[ends] // ratio)
+            self._endings[ratio] = found if len(ends) else None
+        return self._endings[ratio]
 
     @property
     def host_positions(self) -> _Ints:

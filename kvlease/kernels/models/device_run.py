@@ -118,10 +118,10 @@ class DeviceRun:
         ratio, opened = config.heavy_ratio, [view.latent_open]
         if isinstance(view, SparseStepView):
             ratio, opened = config.sparse_ratio, [view.latent_open, view.index_k_open]
-        ends = plan.closings(ratio, ratio, overlapping=False)
+        ends = plan.endings(ratio)
         if ends is not None:
             for handle in opened:
-                require_open(handle, ends.sequences, ends.groups, plan.index)
+                require_open(handle, *ends, plan.index)
 
     @torch.inference_mode()
     def finish(self) -> None:
