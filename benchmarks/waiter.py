@@ -255,8 +255,8 @@ def main() -> int:
     """Measure; exit 1 if the waiter is too late or too busy."""
     args = make_parser(__doc__).parse_args()
     if not torch.cuda.is_available():
-        print("waiter: there is no CUDA device here", file=sys.stderr)
-        return 2
+        print("waiter: skipped, there is no CUDA device here")
+        return 0
     report = Report("waiter", {"device": torch.cuda.get_device_name()})
     bench = Bench(report)
     for name, make in other_ways().items():
