@@ -29,7 +29,8 @@ class EngineConfig:
     Sizes are pages of ``page_tokens`` tokens; times are seconds. None lets the engine choose:
     ``page_tokens`` 64 for the embedded model and 256 else, ``chunk_tokens`` (prompt tokens a
     prefill step takes) 256 with arithmetic and 65536 without, tails from pages and ``tail_every``.
-    ``host_pages`` 0 switches the host tier off; ``prefix_cache`` False gives every request a cold
+    ``device_pages`` 0, on a CUDA device, takes what the model leaves free there; ``host_pages`` 0
+    switches the host tier off; ``prefix_cache`` False gives every request a cold
     run; ``digests`` hashes each sampled row of logits; ``log_prompts`` writes prompts into the
     event log, so that it can be run again; ``poison`` fills unwritten memory with NaN bytes, for
     tests; ``audit_rate`` is the share of cached pages that are summed when they seal and compared
@@ -70,7 +71,8 @@ class EngineConfig:
         """Refuse values that cannot work, naming the field."""
         for name in ("device_pages", "tail_every", "max_sessions", "max_queue"):
             value: int = getattr(self, name)
-            if value < 1:
+            is_open = name == "device_pages" and value == 0 and self.device == "cuda"
+            if value < 1 and not is_open:
                 raise ConfigError(f"{name} is {value}; give a number of 1 or more")
         if self.cache_events < 0:
             raise ConfigError(f"cache_events is {self.cache_events}; give 0 (none kept) or more")

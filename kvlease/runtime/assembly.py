@@ -52,10 +52,11 @@ from kvlease.runtime.messages import (
     TransferEnded,
     TransferSettled,
 )
-from kvlease.runtime.models import load, pool_sizes
+from kvlease.runtime.models import load
 from kvlease.runtime.nurseries import open_flat_nursery
 from kvlease.runtime.request import Request
 from kvlease.runtime.scheduler import Scheduler
+from kvlease.runtime.sizing import pool_sizes, sized
 from kvlease.runtime.steps import StepWorker
 from kvlease.runtime.stream_scope import WaitObserver
 from kvlease.runtime.streams import EngineStreams, open_cpu_streams
@@ -205,6 +206,7 @@ async def assemble(
     else:
         loaded = load(model, config)
     runner, model_name = loaded.runner, ports.model_name or loaded.name
+    config = sized(config, runner.schema)
     sink = log or EventLog(level="off")
     counters = Counters()
     identity = CacheIdentity(

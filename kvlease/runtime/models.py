@@ -1,4 +1,4 @@
-"""Which model an engine runs, and how its pools are sized for it.
+"""Which model an engine runs.
 
 Keeps torch-heavy loading off the Trio thread; knows the config, not the engine.
 """
@@ -9,7 +9,6 @@ from attrs import frozen
 
 from kvlease.kernels.models.deepseek_v4 import ModelOptions, load_model
 from kvlease.kernels.models.null_model import NullModel
-from kvlease.pools.memory import PoolSizes
 from kvlease.protocols.config import EngineConfig
 from kvlease.protocols.ports import ModelRunner
 from kvlease.runtime.cuda_streams import require_cuda
@@ -49,18 +48,3 @@ def load(model: str | Path | ModelRunner | None, config: EngineConfig) -> Loaded
     folder = None if model is None else Path(model)
     runner = load_model(folder, options, config.seed)
     return LoadedModel(runner, "embedded" if folder is None else folder.name)
-
-
-def pool_sizes(config: EngineConfig, *, needs_tail: bool) -> PoolSizes:
-    """Return how much memory to set aside, tails included.
-
-    Unless given, there are tails for every ``tail_every`` pages and two for each running sequence.
-    """
-    if not needs_tail:
-        return PoolSizes(config.device_pages, config.host_pages, 0, 0, config.max_sessions)
-    running = 2 * config.max_sessions
-    device = config.device_tails or config.device_pages // config.tail_every + running
-    host = config.host_tails or config.host_pages // config.tail_every + running
-    if not config.host_pages:
-        host = 0
-    return PoolSizes(config.device_pages, config.host_pages, device, host, config.max_sessions)

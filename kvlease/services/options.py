@@ -72,13 +72,14 @@ class CommonOptions:
                 f"sessions is {self.sessions}; give a number from 1 to {MAX_SESSIONS}"
             )
         exact = self.exact if self.exact is not None else self.device == "cpu"
+        open_size = _DEFAULTS.device_pages if self.device == "cpu" else 0
         return EngineConfig(
             device=self.device,
             dtype=self.dtype,
             kv_format=self.kv_format,
             index_k_format=self.index_k_format,
             page_tokens=self.page_tokens,
-            device_pages=_first(self.device_pages, device_pages, _DEFAULTS.device_pages),
+            device_pages=_first(self.device_pages, device_pages, open_size),
             host_pages=_first(self.host_pages, host_pages, _DEFAULTS.host_pages),
             tail_every=self.tail_every,
             write_policy=self.write_policy,
@@ -246,9 +247,10 @@ def _add_cache(cache: "argparse._ArgumentGroup") -> None:
         "--device-pages",
         type=int,
         metavar="N",
-        help=f"size of the device tier (default: {_DEFAULTS.device_pages}; for run "
-        f"{PRESSED_PAGES} with the built-in workload, to press it, and {TRACE_DEVICE_PAGES} with "
-        "--compute none, to fit whole traces)",
+        help=f"size of the device tier (default: {_DEFAULTS.device_pages} on the CPU, what the "
+        f"model leaves free on a CUDA device, also called 0; for run {PRESSED_PAGES} with the "
+        f"built-in workload, to press it, and {TRACE_DEVICE_PAGES} with --compute none, to fit "
+        "whole traces)",
     )
     cache.add_argument(
         "--host-pages",
