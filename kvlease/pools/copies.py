@@ -6,7 +6,7 @@ learns from each how many bytes it moved. The kinds differ only in which stores 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import attrgetter
 from typing import NamedTuple, cast
 
@@ -25,6 +25,7 @@ from kvlease.pools.storage import (
     on_device,
     tail_components,
 )
+from kvlease.protocols.host_layout import move_ranges
 from kvlease.protocols.ports import CopyOrder, CopyPart
 from kvlease.protocols.schema import Schema, TailComponent
 from kvlease.units import TransferId
@@ -144,7 +145,8 @@ def span_orders(
         parts = span_parts(schema, kind, ends, pages)
         return (_order(transfer, kind, (part,)) for part in parts)
     move = records.carrier.pages(kind, *pages)
-    return _group_orders(transfer, kind, ends, pages, records, move)
+    ranges = move_ranges([group.nbytes for group in records.groups], pages[0].numel())
+    return _group_orders(transfer, kind, ends, pages, records, ranges, move)
 
 
 def _group_orders(
@@ -153,13 +155,15 @@ def _group_orders(
     ends: tuple[SpanStore, SpanStore] | tuple[TailStore, TailStore],
     numbers: tuple[torch.Tensor, torch.Tensor],
     records: Records,
+    ranges: Iterable[tuple[int, int]],
     move: Move,
 ) -> Iterator[CopyOrder]:
     count, places = numbers[0].numel(), partial(_numbers, numbers[1])
     nbytes, tier = dict(ends[0].parts), _tier_read(kind)
-    for group, names in enumerate(records.names):
+    for first, last in ranges:
+        names = list(chain.from_iterable(records.names[first:last]))
         parts = tuple([CopyPart(*name, count * nbytes[name]) for name in names])
-        run = partial(carry, move, group, sum([part.nbytes for part in parts]))
+        run = partial(carry, move, first, sum([part.nbytes for part in parts]))
         target = partial(_grouped_bytes, ends[1].memory, names, numbers[1])
         yield CopyOrder(transfer, kind, tier, parts, run, places, target)
 
@@ -190,7 +194,8 @@ def tail_orders(
         parts = tail_parts(schema, kind, ends, slots)
         return (_order(transfer, kind, (part,)) for part in parts)
     move = records.carrier.tails(kind, *slots)
-    return _group_orders(transfer, kind, ends, slots, records, move)
+    each = [(group, group + 1) for group in range(len(records.groups))]
+    return _group_orders(transfer, kind, ends, slots, records, each, move)
 
 
 def store_orders(transfer: TransferId, parts: Iterable[Numbered]) -> tuple[CopyOrder, ...]:

@@ -12,7 +12,7 @@ changes nothing. Larger groups would gain a few per cent where no two host pages
 make layers wait longer for each other.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from attrs import frozen
 
@@ -24,6 +24,8 @@ PIECE_ALIGNMENT = 16
 FIRST_GROUP_NBYTES = 32 << 10
 GROUP_NBYTES = 128 << 10
 """A group ends with the layer that brings its record to this size; the first ones end earlier."""
+MOVE_NBYTES = 4 << 20
+"""Groups are moved together up to this size: it takes as long as a move costs the host."""
 
 _Named = tuple[LayerId, str, int]
 """A layer, one of its components, and that component's bytes."""
@@ -72,6 +74,21 @@ def tail_groups(schema: Schema) -> tuple[LayerGroup, ...]:
             (layer.id, tail.name, tail.kept_nbytes) for tail in layer.tails if tail.kept_rows
         )
     return tuple(_record(group) for group in groups)
+
+
+def move_ranges(nbytes: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """Return which groups are moved together, as first and one past the last, for ``count`` pages.
+
+    ``nbytes`` is of each group's record.
+    """
+    ranges: list[tuple[int, int]] = []
+    first, size = 0, 0
+    for number, each in enumerate(nbytes):
+        size += each * count
+        if size >= MOVE_NBYTES or number == len(nbytes) - 1:
+            ranges.append((first, number + 1))
+            first, size = number + 1, 0
+    return ranges
 
 
 def _grouped(layers: Iterable[list[_Named]]) -> Iterator[LayerGroup]:

@@ -8,8 +8,10 @@ from kvlease.protocols.geometries import V4Geometry, deepseek_v4_schema
 from kvlease.protocols.host_layout import (
     FIRST_GROUP_NBYTES,
     GROUP_NBYTES,
+    MOVE_NBYTES,
     PIECE_ALIGNMENT,
     LayerGroup,
+    move_ranges,
     page_groups,
     tail_groups,
 )
@@ -83,3 +85,19 @@ def test_a_layers_tail_comes_no_later_than_its_pages(schema: Schema) -> None:
     }
     for number, group in enumerate(tail_groups(schema)):
         assert all(number_of.get(piece.layer, number) == number for piece in group.pieces)
+
+
+@pytest.mark.parametrize("count", [1, 4, 8, 40, 1000])
+def test_small_moves_go_together_and_large_ones_apart(count: int) -> None:
+    nbytes = [group.nbytes for group in page_groups(schemas()[0])]
+    ranges = move_ranges(nbytes, count)
+    assert [number for pair in ranges for number in range(*pair)] == [*range(len(nbytes))]
+    for first, last in ranges[:-1]:
+        assert sum(nbytes[first:last]) * count >= MOVE_NBYTES
+        assert sum(nbytes[first : last - 1]) * count < MOVE_NBYTES
+    if count in (1, 1000):
+        assert len(ranges) == (1 if count == 1 else len(nbytes))
+
+
+def test_nothing_moves_in_no_range() -> None:
+    assert move_ranges([], 3) == []

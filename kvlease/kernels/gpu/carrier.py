@@ -14,8 +14,9 @@ from torch import Tensor
 
 from kvlease.kernels.gpu.dma import CopyEngine
 from kvlease.kernels.gpu.page_copy import RecordTable
-from kvlease.kernels.gpu.staging import Direction, GroupEnds, MovedPages, PageMover, StagingRing
+from kvlease.kernels.gpu.staging import Direction, MovedPages, PageMover, StagingRing
 from kvlease.kernels.gpu.tail_copy import TailPiece, TailTable, move_tails
+from kvlease.protocols.host_layout import MOVE_NBYTES, move_ranges
 
 PROGRAMS = 132
 """Programs of a kernel that spreads or gathers records, at most: each slot's is over in 50 us."""
@@ -54,7 +55,7 @@ class TailEnds:
 class PageMove:
     """The pages of one transfer on their way; each group is queued once, by who asks first."""
 
-    __slots__ = ("_device", "_host", "_mover", "_pages", "_queued")
+    __slots__ = ("_device", "_host", "_mover", "_pages", "_queued", "_ranges")
 
     def __init__(self, mover: PageMover, host: Tensor, device: Tensor) -> None:
         """Take page numbers at both ends, [n] int64 in host memory, in the same order."""
@@ -62,41 +63,40 @@ class PageMove:
         self._host = host
         self._device = device
         self._pages: MovedPages | None = None
+        self._ranges = move_ranges(mover.table.nbytes, len(host))
         self._queued: set[int] = set()
 
     def queue(self, group: int) -> None:
-        """Queue a group's records on the current stream, unless that was done."""
+        """Queue a group's records on the current stream, and those that move with them."""
         if group in self._queued:
             return
-        self._queued.add(group)
+        groups = next(pair for pair in self._ranges if group < pair[1])
+        self._queued.update(range(*groups))
         main = torch.cuda.current_stream()
         if self._pages is None:
             self._pages = MovedPages(self._host.numpy(), _uploaded(self._device, main))
             self._mover.begin(main)
-        self._mover.move(group, self._pages, main)
+        self._mover.move(groups, self._pages, main)
 
 
 @final
 class ResumeMove:
-    """One kept tail on its way into a running sequence's rings."""
+    """One kept tail on its way into a running sequence's rings; it moves all at once."""
 
-    __slots__ = ("_numbers", "_on_device", "_queued", "_table")
+    __slots__ = ("_is_queued", "_numbers", "_table")
 
     def __init__(self, table: TailTable, numbers: Tensor) -> None:
         """Take ring slot, tail and boundary, [3, 1] int64 in host memory."""
         self._table = table
         self._numbers = numbers
-        self._on_device: Tensor | None = None
-        self._queued: set[int] = set()
+        self._is_queued = False
 
     def queue(self, group: int) -> None:
-        """Queue a group's rows on the current stream, unless that was done."""
-        if group in self._queued:
-            return
-        self._queued.add(group)
-        if self._on_device is None:
-            self._on_device = _uploaded(self._numbers, torch.cuda.current_stream())
-        move_tails(self._table, self._on_device, (group, group + 1), to_records=False)
+        """Queue all rows on the current stream, unless that was done."""
+        if not self._is_queued:
+            self._is_queued = True
+            self._numbers = _uploaded(self._numbers, torch.cuda.current_stream())
+            move_tails(self._table, self._numbers, to_records=False)
 
 
 @final
@@ -146,13 +146,12 @@ class Carrier:
         self, pages: Sequence[PageEnds], tails: Sequence[TailEnds], device: torch.device
     ) -> None:
         """Lay out the tables and allocate the staging."""
-        ends = [
-            GroupEnds(group.host, RecordTable(group.pools, group.host.shape[1])) for group in pages
-        ]
-        slot = max([SLOT_NBYTES, *(group.host.shape[1] for group in pages)])
+        table = RecordTable([(group.pools, group.host.shape[1]) for group in pages], device)
+        hosts = [group.host for group in pages]
+        slot = max([SLOT_NBYTES, *(MOVE_NBYTES + nbytes for nbytes in table.nbytes)])
         self._movers: dict[Direction, PageMover] = {
             direction: PageMover(
-                direction, ends, StagingRing(device, slot, NUM_SLOTS, PRIORITY), PROGRAMS
+                direction, hosts, table, StagingRing(device, slot, NUM_SLOTS, PRIORITY), PROGRAMS
             )
             for direction in ("load", "store")
         }
@@ -170,8 +169,8 @@ class Carrier:
             mover.warm_up(main)
         nobody = torch.zeros((3, 1), dtype=torch.int64, device=device)
         for table in self._tables.values():
-            move_tails(table, nobody, (0, len(self._tails)), to_records=False)
-        move_tails(self._tables["device"], nobody, (0, len(self._tails)), to_records=True)
+            move_tails(table, nobody, to_records=False)
+        move_tails(self._tables["device"], nobody, to_records=True)
         main.synchronize()
 
     def pages(self, direction: Direction, from_pages: Tensor, to_pages: Tensor) -> PageMove:
@@ -196,7 +195,7 @@ class Carrier:
         """Keep running sequences' state, [K] int64 in host memory each, on the current stream."""
         numbers = torch.stack((slots, tails, boundaries))
         on_device = _uploaded(numbers, torch.cuda.current_stream())
-        move_tails(self._tables["device"], on_device, (0, len(self._tails)), to_records=True)
+        move_tails(self._tables["device"], on_device, to_records=True)
 
 
 def _uploaded(numbers: Tensor, stream: torch.cuda.Stream) -> Tensor:

@@ -29,21 +29,12 @@ Direction = Literal["load", "store"]
 
 
 @frozen
-class GroupEnds:
-    """Both ends of one group of layers: where its records lie on the host, and its pools' tiles."""
-
-    host: Tensor
-    """[num_pages, nbytes] uint8, pinned, rows of one stretch each."""
-    table: RecordTable
-
-
-@frozen
 class Cut:
-    """How a transfer's pages become copies of records of one size, a slot's worth at a time.
+    """How a transfer's pages become copies of some groups' records, a slot's worth at a time.
 
     Attributes:
-        on_host, in_slot, sizes: per run of consecutive host pages, in bytes.
-        chunks: per slot its pages, and its runs: each first, and one past the last.
+        on_host, in_slot, sizes: per run of consecutive host pages and group, in bytes.
+        chunks: per slot its pages, and its copies: each first, and one past the last.
     """
 
     on_host: Numbers
@@ -66,29 +57,35 @@ class MovedPages:
         self._starts_run = np.empty(self.count, dtype=np.bool_)
         self._starts_run[:1] = True
         np.not_equal(host[1:], host[:-1] + 1, out=self._starts_run[1:])
-        self._cuts: dict[int, Cut] = {}
+        self._cuts: dict[tuple[int, ...], Cut] = {}
 
-    def cut(self, nbytes: int, slot_nbytes: int) -> Cut:
-        """Return the copies for records of ``nbytes``; slots are of one size throughout."""
+    def cut(self, nbytes: tuple[int, ...], slot_nbytes: int) -> Cut:
+        """Return the copies of groups whose records have ``nbytes``; slots are of one size."""
         found = self._cuts.get(nbytes)
         if found is None:
-            found = self._cuts[nbytes] = self._cut(nbytes, slot_nbytes // nbytes)
+            found = self._cuts[nbytes] = self._cut(nbytes, slot_nbytes // sum(nbytes))
         return found
 
-    def _cut(self, nbytes: int, per_slot: int) -> Cut:
+    def _cut(self, nbytes: tuple[int, ...], per_slot: int) -> Cut:
         starts_run = self._starts_run.copy()
         starts_run[::per_slot] = True
         starts = np.flatnonzero(starts_run)
-        first_pages = range(0, self.count, per_slot)
-        edges: list[int] = np.searchsorted(starts, [*first_pages, self.count]).tolist()
+        lengths = np.diff(starts, append=self.count)
+        found = np.searchsorted(starts, [*range(0, self.count, per_slot), self.count])
+        edges: list[int] = (found * len(nbytes)).tolist()
+        ends = [min(page + per_slot, self.count) for page in range(0, self.count, per_slot)]
+        each = np.array(nbytes)
+        in_slot = (starts % per_slot)[:, None] * each
+        if len(nbytes) > 1:  # a slot holds all records of a group before those of the next
+            counts = np.minimum(self.count - starts // per_slot * per_slot, per_slot)
+            in_slot += counts[:, None] * (np.cumsum(each) - each)
         return Cut(
-            on_host=(self.host[starts] * nbytes).astype(np.uint64),
-            in_slot=(starts % per_slot * nbytes).astype(np.uint64),
-            sizes=(np.diff(starts, append=self.count) * nbytes).astype(np.uint64),
-            chunks=[
-                (page, min(page + per_slot, self.count), edges[number], edges[number + 1])
-                for number, page in enumerate(first_pages)
-            ],
+            on_host=(self.host[starts][:, None] * each).ravel().astype(np.uint64),
+            in_slot=in_slot.ravel().astype(np.uint64),
+            sizes=(lengths[:, None] * each).ravel().astype(np.uint64),
+            chunks=list(
+                zip(range(0, self.count, per_slot), ends, edges[:-1], edges[1:], strict=True)
+            ),
         )
 
 
@@ -147,15 +144,28 @@ class StagingRing:
 
 @final
 class PageMover:
-    """Moves pages one way, a group of layers at a time."""
+    """Moves pages one way, some groups of layers at a time."""
 
     def __init__(
-        self, direction: Direction, groups: Sequence[GroupEnds], ring: StagingRing, programs: int
+        self,
+        direction: Direction,
+        hosts: Sequence[Tensor],
+        table: RecordTable,
+        ring: StagingRing,
+        programs: int,
     ) -> None:
-        """Borrow both ends; ``programs`` bounds the multiprocessors that the kernel takes."""
+        """Borrow both ends.
+
+        Args:
+            direction: which of the two ends is read.
+            hosts: per group its records [num_pages, nbytes] uint8, pinned, in one stretch.
+            table: where the pieces of records lie on the device.
+            ring: what they pass through; each group's record fits a slot.
+            programs: bounds the multiprocessors that the kernel takes.
+        """
         self._is_load = direction == "load"
-        self._groups = groups
-        self._addresses = [group.host.data_ptr() for group in groups]
+        self._hosts = np.array([host.data_ptr() for host in hosts], dtype=np.uint64)
+        self.table = table
         self.ring = ring
         self._programs = programs
 
@@ -168,47 +178,52 @@ class PageMover:
             self.ring.stream.wait_stream(main)
 
     def warm_up(self, main: torch.cuda.Stream) -> None:
-        """Compile for every group, so that no transfer has to wait for that."""
-        memory = self.ring.memory[0]
-        none = torch.zeros(1, dtype=torch.int64, device=memory.device)
-        for group in self._groups:
-            to_records = not self._is_load
-            move_records(group.table, none, memory, (0, 0), 1, main, to_records=to_records)
+        """Compile, so that no transfer has to wait for that."""
+        if self.table.nbytes:
+            none = torch.zeros(1, dtype=torch.int64, device=self.ring.memory.device)
+            self._spread((0, 0), none, self.ring.memory[0], (0, 0), main)
 
-    def move(self, group: int, pages: MovedPages, main: torch.cuda.Stream) -> int:
-        """Queue the move of one group's records of all pages; ``main`` is the current stream.
+    def _spread(
+        self,
+        groups: tuple[int, int],
+        pages: Tensor,
+        memory: Tensor,
+        part: tuple[int, int],
+        stream: torch.cuda.Stream,
+    ) -> None:
+        to_records, programs = not self._is_load, self._programs
+        move_records(
+            self.table, groups, pages, memory, part, programs, stream, to_records=to_records
+        )
 
-        Returns how many bytes will have been moved when ``main`` is through with it.
+    def move(self, groups: tuple[int, int], pages: MovedPages, main: torch.cuda.Stream) -> None:
+        """Queue the move of all pages' records of groups[0] to groups[1] - 1.
+
+        ``main`` is the current stream; the move is over when it has got there.
         """
-        table, host = self._groups[group].table, self._addresses[group]
         ring = self.ring
-        cut = pages.cut(table.nbytes, ring.slot_nbytes)
-        for first, last, *runs in cut.chunks:
-            part = runs[0], runs[1]
+        nbytes = tuple(self.table.nbytes[groups[0] : groups[1]])
+        cut = pages.cut(nbytes, ring.slot_nbytes)
+        host: tuple[int, Numbers] = int(self._hosts[groups[0]]), cut.on_host
+        if len(nbytes) > 1:
+            runs = len(cut.sizes) // len(nbytes)
+            host = 0, cut.on_host + np.tile(self._hosts[groups[0] : groups[1]], runs)
+        for first, last, *copies in cut.chunks:
 
-            def cross(slot: _Slot, stream: torch.cuda.Stream, part: tuple[int, int] = part) -> None:
-                target, source = (slot.address, cut.in_slot), (host, cut.on_host)
+            def cross(
+                slot: _Slot, stream: torch.cuda.Stream, copies: Sequence[int] = copies
+            ) -> None:
+                target, source = (slot.address, cut.in_slot), host
                 if not self._is_load:
                     target, source = source, target
-                ring.engine.copy(target, source, cut.sizes, part, stream)
+                ring.engine.copy(target, source, cut.sizes, (copies[0], copies[1]), stream)
 
             def spread(
-                slot: _Slot,
-                stream: torch.cuda.Stream,
-                part: tuple[int, int] = (first, last),
+                slot: _Slot, stream: torch.cuda.Stream, part: tuple[int, int] = (first, last)
             ) -> None:
-                move_records(
-                    table,
-                    pages.device,
-                    slot.memory,
-                    part,
-                    self._programs,
-                    stream,
-                    to_records=not self._is_load,
-                )
+                self._spread(groups, pages.device, slot.memory, part, stream)
 
             if self._is_load:
                 ring.pass_through(cross, spread, main)
             else:
                 ring.pass_through(spread, cross, main)
-        return pages.count * table.nbytes

@@ -25,11 +25,10 @@ _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _COLUMNS = tl.constexpr(9)
 
 
-@triton.jit(do_not_specialize=["first", "count", "num_tiles"])
+@triton.jit(do_not_specialize=["count", "num_tiles"])
 def _move_rows(
     table_ptr,
     numbers_ptr,
-    first,
     count,
     num_tiles,
     to_records: tl.constexpr,
@@ -37,7 +36,7 @@ def _move_rows(
     tile: tl.constexpr,
 ):
     number = tl.program_id(0) // num_tiles
-    line = table_ptr + (first + tl.program_id(0) - number * num_tiles) * _COLUMNS
+    line = table_ptr + (tl.program_id(0) - number * num_tiles) * _COLUMNS
     slot = tl.load(numbers_ptr + number)
     tail = tl.load(numbers_ptr + count + number)
     boundary = tl.load(numbers_ptr + 2 * count + number)
@@ -74,7 +73,7 @@ class TailPiece:
 
 
 class TailTable:
-    """The tiles of all kept rows of one tier, on the device, group by group.
+    """The tiles of all kept rows of one tier, on the device.
 
     Ownership: borrows rings and records for as long as it lives.
     """
@@ -86,12 +85,9 @@ class TailTable:
         width = gcd(8, *(n for records, pieces in groups for n in _numbers(records, pieces)))
         self.dtype = _WORDS[width]
         lines: list[tuple[int, ...]] = []
-        self.edges = [0]
-        """Group g's tiles are edges[g] to edges[g + 1] - 1."""
         for records, pieces in groups:
             for piece in pieces:
                 lines.extend(_tiles(records, piece, width))
-            self.edges.append(len(lines))
         self.lines = torch.tensor(lines, dtype=torch.int64).to(device)
 
 
@@ -121,28 +117,21 @@ def _tiles(records: Tensor, piece: TailPiece, width: int) -> list[tuple[int, ...
     return [(*facts, at) for at in range(0, piece.kept_rows * row_words, TILE)]
 
 
-def move_tails(
-    table: TailTable, numbers: Tensor, groups: tuple[int, int], *, to_records: bool
-) -> None:
-    """Move kept rows of groups[0] to groups[1] - 1 between rings and records.
-
-    Queued on the current stream.
+def move_tails(table: TailTable, numbers: Tensor, *, to_records: bool) -> None:
+    """Move kept rows between rings and records, on the current stream.
 
     Shapes: numbers [3, K] int64 on the device, one stretch: ring slot, tail, boundary in tokens
     (one column for each tail).
     """
-    first, last = (table.edges[number] for number in groups)
-    if first == last:
-        return
-    count = numbers.shape[1]
-    _move_rows[(count * (last - first),)](
-        table.lines,
-        numbers,
-        first,
-        count,
-        last - first,
-        to_records=to_records,
-        dtype=table.dtype,
-        tile=TILE,
-        num_warps=NUM_WARPS,
-    )
+    count, num_tiles = numbers.shape[1], len(table.lines)
+    if num_tiles:
+        _move_rows[(count * num_tiles,)](
+            table.lines,
+            numbers,
+            count,
+            num_tiles,
+            to_records=to_records,
+            dtype=table.dtype,
+            tile=TILE,
+            num_warps=NUM_WARPS,
+        )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvlease.kernels.gpu.page_copy import RecordTable
-from kvlease.kernels.gpu.staging import Direction, GroupEnds, MovedPages, PageMover, StagingRing
+from kvlease.kernels.gpu.staging import Direction, MovedPages, PageMover, StagingRing
 
 pytestmark = pytest.mark.usefixtures("streams")
 
@@ -23,43 +23,52 @@ def settle(device: str) -> None:
         torch.cuda.synchronize()
 
 
-PIECES = (96, 33 * 1024, 48)
-RECORD = sum(PIECES)
+PIECES = ((96, 33 * 1024, 48), (160,), (16, 32))
+"""Bytes of the pieces of each group."""
+RECORDS = [sum(pieces) for pieces in PIECES]
 
 
 @pytest.mark.parametrize("direction", ["load", "store"])
+@pytest.mark.parametrize("ranges", [[(0, 1), (1, 2), (2, 3)], [(0, 3)], [(2, 3), (0, 2)]])
 @pytest.mark.parametrize(
     "host_pages",
     [[5], [0, 1, 2, 3, 4, 5, 6], [9, 2, 3, 4, 0, 8, 7, 6], [3, 4, 5, 1, 2]],
     ids=["one", "run", "scattered", "two-runs"],
 )
 def test_records_arrive_whole_and_alone(
-    device: str, direction: Direction, host_pages: list[int]
+    device: str, direction: Direction, ranges: list[tuple[int, int]], host_pages: list[int]
 ) -> None:
-    host = host_memory((10, RECORD), device)
-    pools = [torch.randint(0, 256, (12, size), dtype=torch.uint8, device=device) for size in PIECES]
-    offsets = [sum(PIECES[:n]) for n in range(len(PIECES))]
-    table = RecordTable(list(zip(pools, offsets, strict=True)), RECORD)
-    ring = StagingRing(torch.device(device), 3 * RECORD, 2, -1)
-    mover = PageMover(direction, [GroupEnds(host, table)], ring, programs=2)
+    hosts = [host_memory((10, nbytes), device) for nbytes in RECORDS]
+    pools = [
+        [torch.randint(0, 256, (12, size), dtype=torch.uint8, device=device) for size in sizes]
+        for sizes in PIECES
+    ]
+    offsets = [[sum(sizes[:n]) for n in range(len(sizes))] for sizes in PIECES]
+    table = RecordTable(
+        [(list(zip(pools[g], offsets[g], strict=True)), RECORDS[g]) for g in range(3)],
+        torch.device(device),
+    )
+    ring = StagingRing(torch.device(device), 3 * sum(RECORDS), 2, -1)
+    mover = PageMover(direction, hosts, table, ring, programs=2)
     device_pages = torch.randperm(12)[: len(host_pages)]
     pages = MovedPages(np.array(host_pages, dtype=np.int64), device_pages.int().to(device))
-    old_host = host.clone()
-    old_pools = [pool.clone() for pool in pools]
+    old_hosts = [host.clone() for host in hosts]
+    old_pools = [[pool.clone() for pool in group] for group in pools]
 
     settle(device)
     main = torch.cuda.current_stream()
     mover.begin(main)
-    assert mover.move(0, pages, main) == len(host_pages) * RECORD
+    for groups in ranges:
+        mover.move(groups, pages, main)
     settle(device)
 
-    if direction == "load":
-        assert torch.equal(host, old_host)
-        for pool, old, offset, size in zip(pools, old_pools, offsets, PIECES, strict=True):
-            old[device_pages.to(device)] = host[host_pages, offset : offset + size].to(device)
+    for g in range(3):
+        host, old_host = hosts[g], old_hosts[g]
+        for pool, old, offset in zip(pools[g], old_pools[g], offsets[g], strict=True):
+            size = pool.shape[1]
+            if direction == "load":
+                old[device_pages.to(device)] = host[host_pages, offset : offset + size].to(device)
+            else:
+                old_host[host_pages, offset : offset + size] = pool[device_pages.to(device)].cpu()
             assert torch.equal(pool, old)
-    else:
-        for pool, old, offset, size in zip(pools, old_pools, offsets, PIECES, strict=True):
-            assert torch.equal(pool, old)
-            old_host[host_pages, offset : offset + size] = pool[device_pages.to(device)].cpu()
         assert torch.equal(host, old_host)
