@@ -7,8 +7,12 @@ from torch import Tensor
 
 from kvlease.kernels.gpu.attention_combine import combine
 from kvlease.kernels.gpu.attention_core import Chosen, Partial, Queries, Turn, Window
+from kvlease.kernels.gpu.attention_narrow import attend_narrow
 from kvlease.kernels.gpu.attention_packed import attend_packed
 from kvlease.kernels.gpu.attention_plain import attend_plain
+from kvlease.kernels.gpu.attention_plan import Plan, Work
+from kvlease.kernels.gpu.attention_wide import attend_wide
+from kvlease.kernels.gpu.attention_wide_packed import attend_wide_packed
 
 LOG2_E = 1.4426950408889634
 
@@ -105,17 +109,6 @@ class Visible:
 
 
 @frozen
-class Plan:
-    """How the work is cut: heads and keys of a tile, shares of a row's keys, warps, stages."""
-
-    heads: int
-    keys: int
-    splits: int
-    warps: int
-    stages: int
-
-
-@frozen
 class Rows:
     """Query rows: q, out [N, H, D]; sinks [H] float32; positions [N] int32, -1 for padding."""
 
@@ -156,7 +149,18 @@ def launch(
         rope = chosen.pool.rope
     options |= {"D": width, "ROPE": rope, "SPLITS": plan.splits, "WINDOW": window_keys}
     options |= {"NEAR": near_kind, "TURN": turn is not None, "PDL": pdl, "num_warps": plan.warps}
-    options |= {"BLOCK_H": plan.heads, "BK": min(plan.keys, window_keys), "STAGES": plan.stages}
+    if plan.schedule == "narrow":
+        kernel = attend_narrow
+        options |= {"HEADS": plan.heads, "KEYS": plan.keys}
+        work = work_of(rows, window, chosen, window_keys)
+        options["TILES"] = -(-work.tiles(plan.keys) // plan.splits)
+    elif plan.schedule == "wide":
+        kernel = attend_wide_packed if "ROW" in options else attend_wide
+        for name in ("A", "B", "C", "NEAR_PAGED"):
+            options.pop(name, None)
+    else:
+        options |= {"BLOCK_H": plan.heads, "BK": min(plan.keys, window_keys)}
+        options["STAGES"] = plan.stages
     grid = (num_rows, triton.cdiv(num_heads, plan.heads), plan.splits)
     kernel[grid](queries, near, far, turn, partial, **options)
     if plan.splits > 1:
@@ -191,6 +195,21 @@ def _combine(
         num_warps=1,
         **options,
     )
+
+
+def work_of(
+    rows: Rows, window: Ring | Span | Listed | None, chosen: Listed | Visible | None, near: int
+) -> Work:
+    """Return the sizes that a plan is made from."""
+    num_rows, num_heads, width = rows.q.shape
+    far = 0
+    if isinstance(chosen, Listed):
+        far = chosen.index.shape[1]
+    elif chosen is not None:
+        far = chosen.table.shape[1] * chosen.pool.page_rows
+    is_packed = chosen is not None and chosen.pool.is_packed
+    near = 0 if window is None else near
+    return Work(num_rows, num_heads, width, near, far, is_packed, rows.q.device)
 
 
 def _window(window: Ring | Span | Listed | None) -> tuple[Window, str]:

@@ -4,7 +4,8 @@
 from torch import Tensor
 
 from kvlease.kernels.gpu.attention_core import Turn
-from kvlease.kernels.gpu.attention_launch import Listed, Plan, Rows, Span, Visible, launch
+from kvlease.kernels.gpu.attention_launch import Listed, Rows, Span, Visible, launch, work_of
+from kvlease.kernels.gpu.attention_plan import Plan, plan_prefill
 
 
 def prefill_attention(
@@ -22,8 +23,6 @@ def prefill_attention(
     (position -1) come out as zeros. With ``turn`` the result's trailing channels are rotated back.
     """
     if plan is None:
-        is_packed = chosen is not None and chosen.pool.is_packed
-        few = rows.q.shape[1] <= 32
-        plan = Plan(16 if few else 64, 32 if few or is_packed else 64, 1, 4 if few else 8, 2)
+        plan = plan_prefill(work_of(rows, window, chosen, window_keys))
     launch(rows, window, chosen, turn, plan, window_keys)
     return rows.out

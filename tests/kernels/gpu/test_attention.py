@@ -10,7 +10,6 @@ from kvlease.kernels.formats import decode_rows, encode_rows
 from kvlease.kernels.gpu.attention_core import Turn
 from kvlease.kernels.gpu.attention_launch import (
     Listed,
-    Plan,
     Pool,
     Ring,
     Rows,
@@ -20,15 +19,46 @@ from kvlease.kernels.gpu.attention_launch import (
     planar_pool,
     pool_of,
 )
+from kvlease.kernels.gpu.attention_plan import Plan
 from kvlease.kernels.gpu.decode_attention import decode_attention
 from kvlease.kernels.gpu.prefill_attention import prefill_attention
 from kvlease.kernels.tiling import FAST
 from kvlease.protocols.schema import RowFormat
 
-WIDTH, ROPE, WINDOW = 64, 16, 32
-FORMAT = RowFormat("fp8_latent", WIDTH, ROPE)
 ENCODINGS = ["plain", "packed", "planar"]
-PLANS = [Plan(16, 32, 1, 4, 2), Plan(16, 16, 3, 4, 2)]
+
+
+@frozen
+class Size:
+    """Channels of a row, those with RoPE, keys of a window, heads, and a plan or the default."""
+
+    width: int
+    rope: int
+    window: int
+    heads: int
+    plan: Plan | None
+
+
+def full_size(heads: int, plan: Plan | None) -> object:
+    """A size that only a device is fast enough for."""
+    name = f"{heads} heads, {plan.schedule} {plan.splits}" if plan else f"{heads} heads"
+    return pytest.param(Size(512, 64, 128, heads, plan), marks=pytest.mark.gpu, id=name)
+
+
+SIZES = [
+    pytest.param(Size(64, 16, 32, 10, Plan(16, 32, 1, 4)), id="one share"),
+    pytest.param(Size(64, 16, 32, 10, Plan(16, 16, 3, 4)), id="three shares"),
+    full_size(64, None),
+    full_size(10, None),
+    full_size(128, Plan(64, 64, 1, 8, schedule="wide")),
+    full_size(64, Plan(64, 64, 3, 8, schedule="wide")),
+]
+
+
+@pytest.fixture(autouse=True)
+def _needs_a_device(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
 
 
 @frozen
@@ -50,23 +80,25 @@ class Store:
             base.view(-1, row)[spoiled] = float("nan") if base.element_size() != 1 else 255
 
 
-def store(encoding: str, pages: int, rows: int, device: str) -> Store:
-    wide = torch.randn(pages, rows, WIDTH, device=device)
+def store(encoding: str, pages: int, rows: int, size: Size, device: str) -> Store:
+    width, rope = size.width, size.rope
+    wide = torch.randn(pages, rows, width, device=device)
     if encoding == "plain":
         base = wide.bfloat16()
-        return Store(pool_of(base, WIDTH, ROPE), base.float().view(-1, WIDTH))
-    packed = encode_rows(wide, FORMAT)
-    flat = decode_rows(packed, FORMAT, torch.float32).reshape(-1, WIDTH)
+        return Store(pool_of(base, width, rope), base.float().view(-1, width))
+    form = RowFormat("fp8_latent", width, rope)
+    packed = encode_rows(wide, form)
+    flat = decode_rows(packed, form, torch.float32).reshape(-1, width)
     if encoding == "packed":
-        return Store(pool_of(packed, WIDTH, ROPE), flat)
-    cut = WIDTH + ROPE
+        return Store(pool_of(packed, width, rope), flat)
+    cut = width + rope
     pad = torch.full((pages, 40), 255, dtype=torch.uint8, device=device)
     parts = [packed[..., :cut].flatten(1), packed[..., cut:].flatten(1), pad]
-    return Store(planar_pool(torch.cat(parts, dim=1), rows, WIDTH, ROPE), flat)
+    return Store(planar_pool(torch.cat(parts, dim=1), rows, width, rope), flat)
 
 
-def turn_tables(device: str) -> Turn:
-    angles = torch.rand(4096, ROPE // 2, device=device) * 6
+def turn_tables(size: Size, device: str) -> Turn:
+    angles = torch.rand(4096, size.rope // 2, device=device) * 6
     return Turn(angles.cos(), angles.sin())
 
 
@@ -80,34 +112,35 @@ def wanted(rows: Rows, keys: list[Tensor], turn: Turn | None) -> Tensor:
         place = max(int(rows.positions[n]), 0)
         if turn is not None:
             cos, sin = turn.cos[place], turn.sin[place]
-            even, odd = one[:, WIDTH - ROPE :: 2].clone(), one[:, WIDTH - ROPE + 1 :: 2].clone()
-            one[:, WIDTH - ROPE :: 2] = even * cos + odd * sin
-            one[:, WIDTH - ROPE + 1 :: 2] = odd * cos - even * sin
+            tail = one[:, one.shape[1] - 2 * len(cos) :]
+            even, odd = tail[:, ::2].clone(), tail[:, 1::2].clone()
+            tail[:, ::2] = even * cos + odd * sin
+            tail[:, 1::2] = odd * cos - even * sin
         results.append(one)
     return torch.stack(results)
 
 
-def random_rows(positions: list[int], heads: int, device: str) -> Rows:
-    q = torch.randn(len(positions), heads, WIDTH, device=device).bfloat16()
+def random_rows(positions: list[int], size: Size, device: str) -> Rows:
+    q = torch.randn(len(positions), size.heads, size.width, device=device).bfloat16()
     out = torch.full_like(q, float("nan"))
-    sinks = torch.randn(heads, device=device)
-    return Rows(q, out, sinks, ints(positions, device), WIDTH**-0.5)
+    sinks = torch.randn(size.heads, device=device)
+    return Rows(q, out, sinks, ints(positions, device), size.width**-0.5)
 
 
 def ints(values: list[int], device: str) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def ring_of(positions: list[int], device: str) -> tuple[Ring, list[Tensor]]:
+def ring_of(positions: list[int], size: Size, device: str) -> tuple[Ring, list[Tensor]]:
     """A ring for each sequence, in mixed slots, and each sequence's window."""
     count = len(positions)
     slots = torch.randperm(count).to(device=device, dtype=torch.int32)
-    base = torch.randn(count, WINDOW, WIDTH, device=device).bfloat16()
+    base = torch.randn(count, size.window, size.width, device=device).bfloat16()
     windows = []
     for n, position in enumerate(positions):
         ring = base[int(slots[n])]
         ring[max(position + 1, 0) :] = float("nan")
-        windows.append(ring[: min(max(position + 1, 0), WINDOW)].float())
+        windows.append(ring[: min(max(position + 1, 0), size.window)].float())
     return Ring(base, slots), windows
 
 
@@ -121,15 +154,15 @@ def check(rows: Rows, got: Tensor, want: Tensor) -> None:
             assert error < 6e-3, (n, position, float(error))
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_decode_reads_its_window_and_its_chosen_rows_only(
-    encoding: str, plan: Plan, device: str
+    encoding: str, size: Size, device: str
 ) -> None:
-    positions, heads, limit = [0, -1, 31, 200, 77], 10, 40
-    rows = random_rows(positions, heads, device)
-    ring, windows = ring_of(positions, device)
-    rest = store(encoding, 7, 16, device)
+    positions, limit = [0, -1, 31, 200, 77], 40
+    rows = random_rows(positions, size, device)
+    ring, windows = ring_of(positions, size, device)
+    rest = store(encoding, 7, 16, size, device)
     index = torch.full((len(positions), limit), -1)
     index[2, :3] = torch.tensor([5, 6, 111])
     index[3] = torch.randperm(112)[:limit].sort().values
@@ -141,23 +174,23 @@ def test_decode_reads_its_window_and_its_chosen_rows_only(
         torch.cat([near, rest.flat[listed[listed >= 0].long()]])
         for near, listed in zip(windows, index, strict=True)
     ]
-    turn = turn_tables(device)
+    turn = turn_tables(size, device)
     got = decode_attention(
-        rows, ring, Listed(rest.pool, index), turn, window_keys=WINDOW, plan=plan
+        rows, ring, Listed(rest.pool, index), turn, window_keys=size.window, plan=size.plan
     )
     check(rows, got, wanted(rows, keys, turn))
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_decode_reads_every_visible_row_through_its_page_table(
-    encoding: str, plan: Plan, device: str
+    encoding: str, size: Size, device: str
 ) -> None:
     """Groups of 4 tokens, 2 rows a page: how many rows are visible follows from the position."""
-    positions, heads, pages = [3, -1, 0, 130, 8], 16, 40
-    rows = random_rows(positions, heads, device)
-    ring, windows = ring_of(positions, device)
-    rest = store(encoding, pages, 2, device)
+    positions, pages = [3, -1, 0, 130, 8], 40
+    rows = random_rows(positions, size, device)
+    ring, windows = ring_of(positions, size, device)
+    rest = store(encoding, pages, 2, size, device)
     table = torch.full((len(positions), 20), 1 << 29)  # nobody looks past the pages in use
     order, used, keys = torch.randperm(pages), [], []
     for n, position in enumerate(positions):
@@ -170,27 +203,39 @@ def test_decode_reads_every_visible_row_through_its_page_table(
     rest.spoil_all_but(torch.cat(used))
     table = table.to(device=device, dtype=torch.int32)
     got = decode_attention(
-        rows, ring, Visible(rest.pool, table, 4), None, window_keys=WINDOW, plan=plan
+        rows, ring, Visible(rest.pool, table, 4), None, window_keys=size.window, plan=size.plan
     )
     check(rows, got, wanted(rows, keys, None))
 
 
+PREFILL_SIZES = [
+    pytest.param(Size(64, 16, 32, 12, None), id="small"),
+    full_size(64, None),
+    full_size(10, None),
+    full_size(128, None),
+]
+
+
 @pytest.mark.parametrize("kind", ["window only", "chosen", "visible"])
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_prefill_rows_of_several_sequences(encoding: str, kind: str, device: str) -> None:
-    """Sequence 0 runs from position 0, sequence 1 resumes at 40 with its window before it."""
-    positions = [0, 1, 2, 40, 41, -1]
+@pytest.mark.parametrize("size", PREFILL_SIZES)
+def test_prefill_rows_of_several_sequences(
+    encoding: str, kind: str, size: Size, device: str
+) -> None:
+    """Sequence 0 runs from position 0, sequence 1 resumes with its window before it."""
+    before = size.window - 1
+    positions = [0, 1, 2, before + 9, before + 10, -1]
     sequence = ints([0, 0, 0, 1, 1, 0], device)
-    own = ints([0, 1, 2, 3 + 31, 3 + 32, 0], device)
-    rows = random_rows(positions, 12, device)
-    base = torch.randn(3 + 31 + 2 + 1, WIDTH, device=device).bfloat16()
+    own = ints([0, 1, 2, 3 + before, 4 + before, 0], device)
+    rows = random_rows(positions, size, device)
+    base = torch.randn(3 + before + 3, size.width, device=device).bfloat16()
     base[-1] = float("nan")
     windows = [
-        base[int(at) + 1 - min(max(p + 1, 0), WINDOW) : int(at) + 1].float() if p >= 0 else base[:0]
+        base[int(at) + 1 - min(p + 1, size.window) : int(at) + 1].float() if p >= 0 else base[:0]
         for p, at in zip(positions, own, strict=True)
     ]
-    rest = store(encoding, 10, 2, device)
-    table = ints([7, 9, 0, 1, 2, 3, 4, 5], device).view(2, 4)[:, :4]
+    rest = store(encoding, 10, 2, size, device)
+    table = ints([7, 9, 0, 1, 2, 3, 4, 5], device).view(2, 4)
     far = [torch.zeros(0, dtype=torch.long, device=device)] * len(positions)
     chosen: Listed | Visible | None = None
     if kind == "chosen":
@@ -200,13 +245,17 @@ def test_prefill_rows_of_several_sequences(encoding: str, kind: str, device: str
         far = [listed[listed >= 0].long() for listed in index]
         chosen = Listed(rest.pool, index)
     elif kind == "visible":
+        ratio = (before + 11) // 6  # at most 6 of the 8 rows in a sequence's pages are visible
         flat = (table[:, :, None].long() * 2 + torch.arange(2, device=device)).flatten(1)
-        far = [flat[s, : (p + 1) // 8] for p, s in zip(positions, sequence.tolist(), strict=True)]
-        chosen = Visible(rest.pool, table, 8, sequence)
+        far = [
+            flat[s, : (p + 1) // ratio] for p, s in zip(positions, sequence.tolist(), strict=True)
+        ]
+        chosen = Visible(rest.pool, table, ratio, sequence)
     rest.spoil_all_but(torch.cat(far))
     keys = [torch.cat([near.float(), rest.flat[at]]) for near, at in zip(windows, far, strict=True)]
-    turn = turn_tables(device)
-    got = prefill_attention(rows, Span(base, own), chosen, turn, window_keys=WINDOW)
+    turn = turn_tables(size, device)
+    span = Span(base, own)
+    got = prefill_attention(rows, span, chosen, turn, window_keys=size.window, plan=size.plan)
     check(rows, got, wanted(rows, keys, turn))
 
 
