@@ -65,7 +65,7 @@ class Reader:
     id: LeaseId
     match: Match
     is_open: bool = True
-    last_use: Completion | None = None
+    last_uses: tuple[Completion, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -75,7 +75,7 @@ class Reader:
     @property
     def is_settled(self) -> bool:
         """Whether it was closed and the work that it had launched has ended."""
-        return not self.is_open and (self.last_use is None or self.last_use.state.is_final)
+        return not self.is_open and all(use.state.is_final for use in self.last_uses)
 
 
 @define(eq=False)

@@ -12,13 +12,10 @@ from kvlease.pools.memory import Memory
 from kvlease.pools.prefix_index import PrefixIndex
 from kvlease.protocols.event_base import EventSink, Opening
 from kvlease.protocols.event_pages import LeaseClose, LeaseOpen
-from kvlease.protocols.ownership import Grantor, Lease, Shared
+from kvlease.protocols.ownership import Grantor, Lease, OnClose, Shared
 from kvlease.protocols.ports import Completion
 from kvlease.protocols.readiness import GateObserver, Openings, PendingTransfer, Readiness
 from kvlease.units import LeaseId
-
-OnClose = Callable[[Completion | None], None]
-"""Hears of a lease's end, with the reader's last use, once the lease has been given back."""
 
 
 @final
@@ -66,14 +63,14 @@ class Readers:
         reader, openings = Reader(lease_id, match), Openings(lambda: self._sink.seq)
         self._readers.append(reader)
 
-        def give_back(last_use: Completion | None) -> None:
-            reader.is_open, reader.last_use = False, last_use
+        def give_back(last_uses: tuple[Completion, ...]) -> None:
+            reader.is_open, reader.last_uses = False, last_uses
             if self._sink.audit:
                 opens = [Opening(lease_id, *run) for run in openings.runs]
                 self._sink.emit(LeaseClose(lease=lease_id, opens=opens))
             self.see_off()
             if on_close is not None:
-                on_close(last_use)
+                on_close(last_uses)
 
         if self._sink.audit:
             runs = self._memory.device.runs(pages)

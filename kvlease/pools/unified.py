@@ -21,7 +21,7 @@ from kvlease.pools.page_book import Blocker, Ledger
 from kvlease.pools.prefix_index import PrefixIndex
 from kvlease.pools.prefix_node import Tail
 from kvlease.pools.prefix_results import Cursor, Match
-from kvlease.pools.readers import OnClose, Readers
+from kvlease.pools.readers import Readers
 from kvlease.pools.step_views import SharedSource, StepSource, StepTables
 from kvlease.pools.transfers import Transfers
 from kvlease.protocols.config import Device, Eviction
@@ -33,7 +33,7 @@ from kvlease.protocols.event_pages import (
     PageReserve,
     PageSeal,
 )
-from kvlease.protocols.ownership import Lease, SequenceLease, Shared, StepLease
+from kvlease.protocols.ownership import Lease, OnClose, SequenceLease, Shared, StepLease
 from kvlease.protocols.readiness import GateObserver, Openings
 from kvlease.protocols.schema import Schema
 from kvlease.protocols.views import EpochCell
@@ -189,7 +189,7 @@ class UnifiedPool:
         For readers beside the scheduler: nothing is loaded for them, and a layer still being filled
         makes `LayerLease.resolve` wait. Returns the lease, which pins its pages until it is closed;
         it may hold no page at all. It ends where a request could resume, at a kept tail.
-        ``on_close`` hears of the end, with the last use, once the lease has been given back.
+        ``on_close`` hears of the end, with the last uses, once the lease has been given back.
         """
         return self.readers.lease(self, root, tokens, on_close)
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Generic, Protocol, TypeVar, final
 
-from kvlease.errors import LeaseMoved
+from kvlease.errors import ActorClosed, LeaseMoved
 from kvlease.protocols.checks import CheckedReadiness, PageCheck
 from kvlease.protocols.ports import Completion, Stream
 from kvlease.protocols.readiness import GateObserver, Openings, PendingTransfer, Readiness
@@ -35,6 +36,8 @@ class Exclusive:
 
 
 S = TypeVar("S", Shared, Exclusive)
+OnClose = Callable[[tuple[Completion, ...]], None]
+"""Hears of a lease's end, with its last uses."""
 
 
 class Grantor(Protocol):
@@ -53,7 +56,7 @@ class Grantor(Protocol):
 class LayerLease(Generic[V]):
     """The right to one layer; holds no rows. ``resolve`` turns it into that layer's view."""
 
-    __slots__ = ("_build", "_cell", "_layer", "_lease", "_readiness", "_view")
+    __slots__ = ("_build", "_cell", "_layer", "_lease", "_readiness", "_streams", "_view")
 
     def __init__(
         self,
@@ -62,13 +65,18 @@ class LayerLease(Generic[V]):
         readiness: Readiness,
         cell: EpochCell,
         build: Callable[[], V],
+        streams: list[Stream] | None = None,
     ) -> None:
-        """Made by indexing a lease with a layer of its schema; ``cell`` is a living lease's."""
+        """Made by indexing a lease with a layer of its schema; ``cell`` is a living lease's.
+
+        ``streams`` are where the lease notes who reads; None where its holder knows that.
+        """
         self._lease = lease
         self._layer = layer
         self._readiness = readiness
         self._cell = cell
         self._build = build
+        self._streams = streams
         self._view: V | None = None
 
     async def resolve(self, stream: Stream) -> V:
@@ -79,6 +87,8 @@ class LayerLease(Generic[V]):
         """
         if self._layer >= self._readiness.ready_through:
             await self._readiness.settle(self._layer, stream)
+        if self._streams is not None and stream not in self._streams:
+            self._streams.append(stream)
         return self._opened()
 
     def resolve_nowait(self) -> V:
@@ -95,15 +105,22 @@ class LayerLease(Generic[V]):
         return self._view
 
 
+_Rights = tuple[LeaseId, Sequence[int], Grantor, Readiness, Openings, OnClose, list[Stream]]
+
+
 @final
 class Lease(Generic[S]):
     """Pages held: shared (sealed, readable) or exclusive (being written); opens nothing.
 
     Ends by leaving its ``with`` block, by `close`, or by moving it; using it afterwards raises
-    LeaseMoved. ``on_close`` gives the pages back to the pool that granted them, exactly once.
+    LeaseMoved. ``on_close`` gives the pages back to the pool that granted them, exactly once, with
+    the last uses that must be final before anyone may write there (R6): those of all streams that
+    layers were resolved on, recorded when the lease ends.
     """
 
-    __slots__ = ("_cell", "_grantor", "_on_close", "_openings", "_pages", "_readiness", "id")
+    __slots__ = (
+        "_cell", "_grantor", "_on_close", "_openings", "_pages", "_readiness", "_streams", "id",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -112,7 +129,8 @@ class Lease(Generic[S]):
         grantor: Grantor,
         readiness: Readiness,
         openings: Openings,
-        on_close: Callable[[Completion | None], None],
+        on_close: OnClose,
+        streams: list[Stream] | None = None,
     ) -> None:
         """Called by pools only; whoever hears ``on_close`` knows what ``openings`` holds."""
         self.id = lease_id
@@ -121,6 +139,7 @@ class Lease(Generic[S]):
         self._readiness = readiness
         self._openings = openings
         self._on_close = on_close
+        self._streams: list[Stream] = [] if streams is None else streams
         self._cell = EpochCell()
 
     def _alive(self) -> Sequence[int]:
@@ -141,7 +160,7 @@ class Lease(Generic[S]):
             self._openings.note(layer.id)
             return layer.read_view(self._grantor.view_source(pages, layer.id, self._cell))
 
-        return LayerLease(self.id, layer.id, self._readiness, self._cell, build)
+        return LayerLease(self.id, layer.id, self._readiness, self._cell, build, self._streams)
 
     async def verify(self) -> None:
         """Wait until all that `resolve` ordered streams behind has arrived (R2).
@@ -153,26 +172,33 @@ class Lease(Generic[S]):
 
     def move(self) -> Lease[S]:
         """Return a new handle with the same right; this one and its views are dead."""
-        pages = self._hand_on(freezes=False)
-        return Lease(self.id, pages, self._grantor, self._readiness, self._openings, self._on_close)
+        return Lease(*self._hand_on(freezes=False))
 
     def freeze(self: Lease[Exclusive]) -> Lease[Shared]:
         """Give up writing: return the same pages as a shared lease; this handle is dead."""
-        pages = self._hand_on(freezes=True)
-        return Lease(self.id, pages, self._grantor, self._readiness, self._openings, self._on_close)
+        return Lease(*self._hand_on(freezes=True))
 
-    def _hand_on(self, *, freezes: bool) -> Sequence[int]:
-        """End this handle, say so, and return the pages for the next one."""
+    def _hand_on(self, *, freezes: bool) -> _Rights:
+        """End this handle, say so, and return what the next one is made of."""
         pages = self._alive()
         self._end()
-        self._grantor.lease_moved(self.id, freezes=freezes)
-        return pages
+        grantor = self._grantor
+        grantor.lease_moved(self.id, freezes=freezes)
+        readiness, openings = self._readiness, self._openings
+        return self.id, pages, grantor, readiness, openings, self._on_close, self._streams
 
     def close(self, last_use: Completion | None = None) -> None:
-        """End the lease; the pages are not reused before ``last_use`` is final (R6)."""
+        """End the lease; the pages are not reused before its last uses are final (R6).
+
+        ``last_use`` is for work that is on none of the streams that layers were resolved on.
+        """
         self._alive()
         self._end()
-        self._on_close(last_use)
+        last_uses = [] if last_use is None else [last_use]
+        for stream in self._streams:
+            with suppress(ActorClosed):  # whose work has ended, or can be waited for no more
+                last_uses.append(stream.record())
+        self._on_close(tuple(last_uses))
 
     def _end(self) -> None:
         self._pages = None

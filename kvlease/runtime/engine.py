@@ -227,13 +227,12 @@ class Engine:
         root = core.root if salt is None else core.root_of(salt)
         return core.pool.lease_prefix(root, _as_bytes(prompt), self._lease_closed)
 
-    def _lease_closed(self, last_use: Completion | None) -> None:
-        """Tell the scheduler once the reader's last use has ended: its pages may be wanted."""
-        tell = self._assembly.pages_given_back
-        if isinstance(last_use, CompletionBase):
-            waker = TrioWaker.current()
-            if last_use.on_final(lambda: waker.post(tell)):
-                return
+    def _lease_closed(self, last_uses: tuple[Completion, ...]) -> None:
+        """Tell the scheduler as the reader's last uses end: its pages may be wanted."""
+        tell, waker = self._assembly.pages_given_back, TrioWaker.current()
+        for last_use in last_uses:
+            if isinstance(last_use, CompletionBase):
+                last_use.on_final(lambda: waker.post(tell))
         tell()
 
     async def flush(self) -> None:

@@ -1,5 +1,7 @@
 """Leases for readers beside the scheduler: the library's way to cached rows."""
 
+import threading
+
 import pytest
 import torch
 import trio
@@ -126,3 +128,37 @@ async def test_a_reader_hears_that_what_it_was_ordered_behind_has_failed() -> No
             hold.go.set()
             with trio.fail_after(10), pytest.raises(TransferFailed, match="the link broke"):
                 await lease.verify()
+
+
+async def test_pages_stay_until_the_streams_that_read_them_have_come_so_far() -> None:
+    """Leaving the block is not the end of the reading: what was launched may still run (R6)."""
+    go, running = threading.Event(), threading.Event()
+
+    def slow_read() -> None:
+        running.set()
+        assert go.wait(10)
+
+    async with (
+        open_engine(toy_model(), toy_config(device_pages=24, host_pages=0)) as engine,
+        open_cpu_stream("reader") as stream,
+        open_cpu_stream("other") as other,
+    ):
+        await answer(engine, PROMPT, PARAMS)
+        layer = engine.model.schema.layers[1]
+        assert isinstance(layer, SparseLayer)
+        with engine.lease_prefix(PROMPT) as lease:
+            moved = lease.move()
+        await moved[layer].resolve(stream)
+        with moved:
+            await moved[layer].resolve(other)
+            stream.launch(slow_read)
+        assert await trio.to_thread.run_sync(running.wait, 10)
+        assert engine.statistics().ledger_ok
+        await other.record().wait_done()
+        engine._core.pool.flush()
+        assert engine._core.pool.ledgers()["device pages"].free < 24, "a reader is still at work"
+        go.set()
+        await stream.record().wait_done()
+        engine._core.pool.reclaim()
+        assert engine._core.pool.ledgers()["device pages"].free == 24
+        assert engine.statistics().ledger_ok

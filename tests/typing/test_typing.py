@@ -132,7 +132,7 @@ def test_a_closed_lease_is_closed_once_and_gives_pages_back_once() -> None:
         pass
     with pytest.raises(LeaseMoved):
         lease.close()
-    assert closed == [None]
+    assert closed == [()]
 
 
 def test_a_view_kept_past_its_lease_opens_nothing() -> None:
