@@ -27,10 +27,11 @@ Measure = Callable[[Ceilings], Iterator[Figure | Skipped]]
 
 def _groups() -> dict[Group, tuple[Measure, ...]]:
     """Return what measures each group; loads Triton, which only comes with a CUDA device."""
-    from kvlease.services.bench import attention, copies, indexer, overlap, serving
+    from kvlease.services.bench import attention, copies, gate, indexer, overlap, serving
 
     return {
         "copy": (copies.measure,),
+        "gate": (gate.measure,),
         "kernels": (attention.measure, indexer.measure),
         "overlap": (overlap.measure,),
         "serve": (serving.measure,),

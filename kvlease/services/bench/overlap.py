@@ -8,15 +8,13 @@ load by itself and the computation by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import final
 
 import torch
 import trio
 
 from kvlease.kernels.models.deepseek_v4 import DeepseekV4
-from kvlease.protocols.ownership import StepLease
-from kvlease.protocols.ports import ModelRunner, StepInput, StepResult, Stream
-from kvlease.protocols.schema import HeavyLayer, Schema, SlidingLayer, SparseLayer
+from kvlease.protocols.ports import ModelRunner
+from kvlease.protocols.schema import Schema
 from kvlease.services.bench.answers import (
     LONG,
     PAGE_TOKENS,
@@ -28,6 +26,7 @@ from kvlease.services.bench.answers import (
 from kvlease.services.bench.ceilings import Ceilings
 from kvlease.services.bench.figure import Figure, Skipped, Spread
 from kvlease.services.bench.flash import flash_config, random_model
+from kvlease.services.bench.wrapped import WaitsForAll
 
 _NEW = 4096
 _ROUNDS = 4
@@ -43,7 +42,7 @@ def measure(ceilings: Ceilings) -> Iterator[Figure | Skipped]:
     model = random_model(flash_config(), "fp8")
     gates: dict[str, Callable[[DeepseekV4], ModelRunner]] = {
         "layer by layer": lambda one: one,
-        "wait for all": _WaitsForAll,
+        "wait for all": WaitsForAll,
     }
     for name, gate in gates.items():
         yield from trio.run(_gate, ceilings, model.schema, gate(model), name)
@@ -77,51 +76,3 @@ async def _gate(ceilings: Ceilings, schema: Schema, model: ModelRunner, name: st
         Figure("overlap", "first token", case, "ms", Spread.of(far)),
         Figure("overlap", "first token", f"{case}, prefix on the device", "ms", Spread.of(near)),
     ]
-
-
-@final
-class _WaitsForAll:
-    """A model behind the gate that most engines have: no layer begins before the last has come."""
-
-    def __init__(self, inner: DeepseekV4) -> None:
-        """Borrow the model."""
-        self._inner = inner
-
-    @property
-    def schema(self) -> Schema:
-        """The model's."""
-        return self._inner.schema
-
-    @property
-    def vocab_size(self) -> int:
-        """The model's."""
-        return self._inner.vocab_size
-
-    @property
-    def max_positions(self) -> int:
-        """The model's."""
-        return self._inner.max_positions
-
-    @property
-    def eos_tokens(self) -> frozenset[int]:
-        """The model's."""
-        return self._inner.eos_tokens
-
-    @property
-    def fingerprint(self) -> str:
-        """The model's."""
-        return self._inner.fingerprint
-
-    async def forward(self, inputs: StepInput, lease: StepLease, stream: Stream) -> StepResult:
-        """Order the step behind every layer, then run it."""
-        for layer in self._inner.schema.layers:
-            match layer:
-                case SlidingLayer():
-                    await lease[layer].resolve(stream)
-                case SparseLayer():
-                    await lease[layer].resolve(stream)
-                case HeavyLayer():
-                    await lease[layer].resolve(stream)
-                case _:
-                    pass
-        return await self._inner.forward(inputs, lease, stream)

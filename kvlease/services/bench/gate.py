@@ -1,0 +1,62 @@
+"""What the gate costs in a decode step: the host resolves every layer, beside the step itself.
+
+Measured inside a running engine, on the thread that does it there, with all layers ready; the step
+is the time between two tokens. ``benchmarks/gate.py`` measures the same on a CPU, with the rest of
+what gating does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import trio
+
+from kvlease.services.bench.answers import Prompts, answer, open_bench_engine
+from kvlease.services.bench.ceilings import Ceilings
+from kvlease.services.bench.figure import Figure, Skipped, Spread
+from kvlease.services.bench.flash import flash_config, random_model
+from kvlease.services.bench.wrapped import TimesTheGate
+
+_BATCHES = (1, 8, 64, 128)
+_CONTEXT, _TOKENS = 4096, 48
+_SHARE = 0.5
+_FREE_NBYTES = 60 << 30
+
+
+def measure(_: Ceilings) -> Iterator[Figure | Skipped]:
+    """Yield the figures; tens of gigabytes of device memory for as long."""
+    if torch.cuda.mem_get_info()[0] < _FREE_NBYTES:
+        yield Skipped("gate", "43 layers need 60 GiB of free device memory")
+        return
+    yield from trio.run(_measure)
+
+
+async def _measure() -> list[Figure]:
+    model = TimesTheGate(random_model(flash_config(), "fp8"))
+    figures: list[Figure] = []
+    async with open_bench_engine(model, 512, 64, max(_BATCHES)) as engine:
+        prompts = Prompts.for_model(model)
+        base = prompts.of(_CONTEXT)
+        await answer(engine, base, 4)
+        for batch in _BATCHES:
+            heads = [base + prompts.of(8) for _ in range(batch)]
+            between: list[float] = []
+
+            async def one(prompt: list[int], between: list[float] = between) -> None:
+                between.append((await answer(engine, prompt, _TOKENS)).tpot_s or 0.0)
+
+            for turn in range(2):  # the first captures the graph of this batch
+                between.clear()
+                model.seconds.clear()
+                async with trio.open_nursery() as nursery:
+                    for prompt in heads:
+                        nursery.start_soon(one, prompt, name=f"{batch} answers, turn {turn}")
+            step = Spread.of(between)
+            cost = Spread.of(model.seconds)
+            case = f"43 layers, B {batch}, context {_CONTEXT}"
+            share = cost.scaled(100 / step.median)
+            note = f"of {step.median * 1e3:.2f} ms between tokens"
+            figures.append(Figure("gate", "resolving all layers", case, "us", cost.scaled(1e6)))
+            figures.append(Figure("gate", "its share", case, "%", share, target=_SHARE, note=note))
+    return figures
