@@ -13,6 +13,9 @@ import triton
 import triton.language as tl
 from attrs import frozen
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from kvlease.kernels.gpu.topk_narrow import top_of
 
 PROGRAMS_PER_SM = 4
 
@@ -61,27 +64,14 @@ class IndexKeys:
 
 @triton.jit(do_not_specialize=["num_sequences"])
 def _decode_scores(
-    queries,
-    head_weights,
-    values,
-    scales,
-    table,
-    positions,
-    out,
-    num_sequences,
-    table_stride,
-    out_stride,
-    PAGE_STRIDE: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
-    SCALE_PAGE_STRIDE: tl.constexpr,
-    SCALE_ROW_STRIDE: tl.constexpr,
-    PAGE_ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEADS: tl.constexpr,
-    RATIO: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    queries, head_weights, values, scales, table, positions, out, tops, num_sequences,
+    table_stride, out_stride, PAGE_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
+    SCALE_PAGE_STRIDE: tl.constexpr, SCALE_ROW_STRIDE: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, HEADS: tl.constexpr, RATIO: tl.constexpr, SEQUENCES: tl.constexpr,
+    STAGES: tl.constexpr, GROUPS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
     lanes = tl.arange(0, SEQUENCES)
     at = tl.load(positions + lanes, mask=lanes < num_sequences, other=-1)
     pages = (tl.maximum(at + 1, 0) // RATIO + PAGE_ROWS - 1) // PAGE_ROWS
@@ -113,6 +103,9 @@ def _decode_scores(
                 scores *= tl.load(scales + place * SCALE_PAGE_STRIDE + rows * SCALE_ROW_STRIDE)
             row = (n - begin) * PAGE_ROWS + rows
             tl.store(out + sequence * out_stride + row, scores, mask=row < visible)
+            if GROUPS > 0:
+                top = tops + sequence * GROUPS + row % GROUPS
+                tl.atomic_max(top, top_of(scores), mask=row < visible, sem="relaxed")
         page = stop
 
 
@@ -126,6 +119,7 @@ def decode_scores(
     *,
     ratio: int,
     programs: int,
+    tops: Tensor | None = None,
 ) -> None:
     """Write each sequence's scores of its visible keys, and nothing past them.
 
@@ -135,7 +129,8 @@ def decode_scores(
     Shapes: queries [B, H, D], e4m3 (over e4m3 keys only) or bf16, H a multiple of 16;
     head_weights [B, H] float32 with every scale already in, that of e4m3 queries too; table [B, P]
     int32; positions [B] int32; out [B, L] float32. ``programs``: how many share the work, a few
-    for each multiprocessor.
+    for each multiprocessor. ``tops``: [B, groups] int32 of the plan of a top-k that follows
+    (`topk.LongRows`), raised here, so that it need not read the scores for them.
     """
     num_sequences, num_heads, _ = queries.shape
     _decode_scores[(programs,)](
@@ -146,6 +141,7 @@ def decode_scores(
         table,
         positions,
         out,
+        out if tops is None else tops,
         num_sequences,
         table.stride(0),
         out.stride(0),
@@ -154,5 +150,7 @@ def decode_scores(
         RATIO=ratio,
         SEQUENCES=triton.next_power_of_2(num_sequences),
         STAGES=5 if keys.scales is not None else 3,
+        GROUPS=0 if tops is None else tops.shape[1],
+        EARLY=queries.is_cuda,
         num_warps=4,
     )

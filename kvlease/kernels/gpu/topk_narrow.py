@@ -22,10 +22,16 @@ def sortable(scores):
 
 
 @triton.jit
-def _score_of(key):
+def score_of(key):
     """Return the score that has this key."""
     bits = key ^ tl.where(key >= 0x80000000, 0x80000000, 0xFFFFFFFF).to(tl.uint32)
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def top_of(scores):
+    """Return signed keys in the order of the scores, as tops are kept; none is the lowest."""
+    return (sortable(scores) ^ 0x80000000).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -82,7 +88,7 @@ def pointers_of(source, PAIRS: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _words(mask):
+def words_of(mask):
     """Return how many are marked in each column of each pair of rows, two counts a word."""
     return tl.sum(mask.to(tl.int32) << (tl.arange(0, 2)[None, :, None] * 16), axis=1)
 
@@ -101,6 +107,56 @@ def _first_marked(mask, lanes, room, END: tl.constexpr):
 
 
 @triton.jit
+def pack_marked(pack, values, mask, words, totals, ROOM: tl.constexpr):
+    """Store the values of the marked lanes side by side in row-major order, the first ``ROOM``."""
+    both = (totals & 0xFFFF) + (totals >> 16)
+    running = tl.cumsum(words, axis=1)
+    before = (tl.cumsum(both) - both)[:, None] - 1
+    half = tl.arange(0, 2)[None, :, None]
+    places = (running[:, None, :] >> (half * 16)) & 0xFFFF
+    places += before[:, :, None] + half * (totals & 0xFFFF)[:, None, None]
+    mask = mask & (places < ROOM)
+    # the compiler spreads a store whose addresses follow no order over threads by its first axis:
+    # turned, that is as the scores lie, and nothing moves between threads
+    turned = pack + tl.permute(places, (2, 1, 0))
+    tl.store(turned, tl.permute(values, (2, 1, 0)), mask=tl.permute(mask, (2, 1, 0)))
+
+
+@triton.jit
+def choose(few, count, low, high, K: tl.constexpr, GROUPS: tl.constexpr):
+    """Return which of the first ``count`` scores are the best k, and each one's rank in order.
+
+    All of them reach ``low``; fewer than k reach ``high``. At most k are chosen.
+    """
+    keys = tl.where(tl.arange(0, GROUPS) < count, sortable(few), 0)
+    bar, reach = find_bar(keys, low, high, count, K, K, GROUPS <= 1024)
+    chosen = keys >= bar
+    if reach > K:
+        level = keys == bar
+        room = K - tl.sum((keys > bar).to(tl.int32))
+        chosen = (keys > bar) | (level & (tl.cumsum(level.to(tl.int32)) <= room))
+    return chosen, tl.cumsum(chosen.to(tl.int32)) - 1
+
+
+@triton.jit
+def pages_of(row, sequences, table, table_stride, BY_SEQUENCE: tl.constexpr):
+    """Return where the page table of a query lies."""
+    if BY_SEQUENCE:
+        return table + tl.load(sequences + row).to(tl.int64) * table_stride
+    else:
+        return table + row * table_stride
+
+
+@triton.jit
+def list_all(visible, pages, out, K: tl.constexpr, LANES: tl.constexpr, PAGE_ROWS: tl.constexpr):
+    """Write the addresses of all of at most k visible rows, then -1."""
+    lanes = tl.arange(0, LANES)
+    page = tl.load(pages + lanes // PAGE_ROWS, mask=lanes < visible, other=0)
+    flat = tl.where(lanes < visible, page * PAGE_ROWS + lanes % PAGE_ROWS, -1)
+    tl.store(out + lanes, flat, mask=lanes < K)
+
+
+@triton.jit
 def narrow(x, pack, K: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr):
     """Pack the indices of fewer than GROUPS scores, the best k among them, in order.
 
@@ -112,10 +168,9 @@ def narrow(x, pack, K: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr):
     # the k-th best of the groups' maxima: at least k scores reach it
     all_groups = tl.full([], GROUPS, tl.int32)
     low, _ = find_bar(tops, tl.min(tops), high, all_groups, K, K + K // 16, GROUPS <= 1024)
-    words = _words(x >= _score_of(low))
+    words = words_of(x >= score_of(low))
     totals = tl.sum(words, axis=1)
-    both = (totals & 0xFFFF) + (totals >> 16)
-    count = tl.sum(both)
+    count = tl.sum((totals & 0xFFFF) + (totals >> 16))
     lanes = lanes_of(PAIRS, GROUPS)
     if count >= GROUPS:
         keys = sortable(x)
@@ -127,19 +182,9 @@ def narrow(x, pack, K: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr):
             first = _first_marked(keys == low, lanes, room, 2 * PAIRS * GROUPS)
             x = tl.where(above | first, x, float("-inf"))
             count = tl.full([], K, tl.int32)
-        words = _words(x >= _score_of(low))
+        words = words_of(x >= score_of(low))
         totals = tl.sum(words, axis=1)
-        both = (totals & 0xFFFF) + (totals >> 16)
-    mask = x >= _score_of(low)
-    running = tl.cumsum(words, axis=1)
-    before = (tl.cumsum(both) - both)[:, None] - 1
-    # places of the marked in row-major order
-    half = tl.arange(0, 2)[None, :, None]
-    places = (running[:, None, :] >> (half * 16)) & 0xFFFF
-    places += before[:, :, None] + half * (totals & 0xFFFF)[:, None, None]
-    # the compiler spreads a store whose addresses follow no order over threads by its first axis:
-    # turned, that is as the scores lie, and nothing moves between threads
-    turned = pack + tl.permute(places, (2, 1, 0))
-    tl.store(turned, tl.permute(lanes, (2, 1, 0)), mask=tl.permute(mask, (2, 1, 0)))
+    mask = x >= score_of(low)
+    pack_marked(pack, lanes, mask, words, totals, GROUPS)
     tl.debug_barrier()
     return count, low, high

@@ -20,10 +20,10 @@ def expected(scores: Tensor, visible: Tensor, table: Tensor, k: int) -> Tensor:
     return torch.where(rows < 0, -1, pages * PAGE_ROWS + rows % PAGE_ROWS).int()
 
 
-def chosen(scores: Tensor, visible: Tensor, table: Tensor, k: int, part: int) -> Tensor:
+def chosen(scores: Tensor, visible: Tensor, table: Tensor, k: int, part: int, short: int) -> Tensor:
     """The kernel's rows; scores past the visible ones are NaN, table entries past them garbage."""
     num_rows, width = scores.shape
-    plan = TopkPlan.make(num_rows, width, k, scores.device, part)
+    plan = TopkPlan.make(num_rows, width, k, scores.device, short=short, part=part)
     out = torch.full((num_rows, k), -7, dtype=torch.int32, device=scores.device)
     unseen = torch.arange(width, device=scores.device) >= visible.unsqueeze(1)
     positions = (visible * RATIO + RATIO - 2).clamp(min=-1).int()
@@ -70,15 +70,19 @@ KINDS = ["normal", "relu", "signed zeros", "equal", "narrow", "clustered", "nega
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_lists_equal_the_twin(device: str, kind: str) -> None:
-    """Lengths below k, of one part of a row, and ending inside and at the end of another part."""
+@pytest.mark.parametrize("short", [32, 1000], ids=["long", "general"])
+def test_lists_equal_the_twin(device: str, kind: str, short: int) -> None:
+    """Lengths below k, of one part of a row, and ending inside and at the end of another part.
+
+    Rows of equal scores, and sorted ones, have more at their floor than the lists may hold.
+    """
     torch.manual_seed(len(kind))
     k, width, part = 5, 192, 64
     lengths = [0, 5, 6, 63, 64, 66, 71, 191, 192]
     scores = draw(kind, (len(lengths), width), device)
     table = page_tables(len(lengths), width, device)
     visible = torch.tensor(lengths, device=device)
-    got = chosen(scores, visible, table, k, part)
+    got = chosen(scores, visible, table, k, part, short)
     assert got.tolist() == expected(scores, visible, table, k).tolist()
 
 
@@ -88,7 +92,7 @@ def test_any_k(device: str, k: int) -> None:
     scores = draw("relu", (3, 128), device)
     table = page_tables(3, 128, device)
     visible = torch.tensor([128, k, k + 1], device=device)
-    got = chosen(scores, visible, table, k, 32)
+    got = chosen(scores, visible, table, k, 32, 64)
     assert got.tolist() == expected(scores, visible, table, k).tolist()
 
 
@@ -127,12 +131,15 @@ def test_a_plan_says_what_it_cannot_hold(device: str) -> None:
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [512, 1024])
-@pytest.mark.parametrize("width", [4096, 8192, 20000, 131072])
-def test_lists_equal_the_twin_at_full_size(kind: str, k: int, width: int) -> None:
-    torch.manual_seed(width + k)
+@pytest.mark.parametrize(
+    ("width", "short"),
+    [(8192, 8192), (8192, 2048), (20000, 20000), (20000, 8192), (131072, 8192), (131072, 131072)],
+)
+def test_lists_equal_the_twin_at_full_size(kind: str, k: int, width: int, short: int) -> None:
+    torch.manual_seed(width + k + short)
     lengths = [0, 1, k - 1, k, k + 1, 2 * k + 3, width // 2 + 1, width - 3, width]
     scores = draw(kind, (len(lengths), width), "cuda")
     table = page_tables(len(lengths), width, "cuda")
     visible = torch.tensor(lengths, device="cuda").clamp(max=width)
-    got = chosen(scores, visible, table, k, 16384)
+    got = chosen(scores, visible, table, k, 16384, short)
     assert torch.equal(got, expected(scores, visible, table, k))
