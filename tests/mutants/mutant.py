@@ -9,7 +9,7 @@ import msgspec
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-LISTS = ("protocols", "pools", "transfers", "runtime")
+LISTS = ("protocols", "pools", "transfers", "runtime", "device")
 
 
 class Types(msgspec.Struct, frozen=True, tag="types", tag_field="kind"):

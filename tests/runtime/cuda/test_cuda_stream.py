@@ -166,8 +166,9 @@ async def test_awaiting_what_has_failed_skips_the_work(device: Device) -> None:
 
 
 async def test_an_abandoned_record_ends_only_after_the_device(device: Device) -> None:
-    began = threading.Event()
+    began, held = threading.Event(), threading.Event()
     flag = torch.zeros(1, device=device.name)
+    found: list[float] = []
 
     def work() -> None:
         device.delay(0.3)
@@ -177,15 +178,17 @@ async def test_an_abandoned_record_ends_only_after_the_device(device: Device) ->
     with trio.CancelScope() as scope:
         async with open_streams(device, "compute") as (stream,):
             stream.launch(work)
-            stream.launch(partial(wait_on_worker, began))
-            end = stream.record()
+            stream.launch(partial(wait_on_worker, held))
+            dropped = stream.record()
+            dropped.on_final(lambda: found.append(flag.item()))
             assert await trio.to_thread.run_sync(began.wait, PATIENCE_S)
-            last = stream.record()
+            letting_go = threading.Timer(0.05, held.set)
+            letting_go.start()
             scope.cancel()
+    letting_go.join()
     assert scope.cancelled_caught
-    assert end.state in (DONE, REVOKED)
-    assert last.state in (DONE, REVOKED)
-    assert flag.item() == 1, "the streams were left while the device was still at work"
+    assert dropped.state is REVOKED
+    assert found == [1], "it ended while the device was still at work"
 
 
 async def test_events_are_used_again(device: Device) -> None:
