@@ -104,8 +104,14 @@ class Channel:
 
     async def write(self, data: bytes) -> None:
         """Send a piece of the answer; several tasks may."""
-        async with self._lock:
+        try:
+            self._lock.acquire_nowait()  # without the checkpoint that acquiring it always is
+        except trio.WouldBlock:
+            await self._lock.acquire()
+        try:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        finally:
+            self._lock.release()
 
     async def end(self, data: bytes = b"") -> None:
         """Send the answer's last piece."""
