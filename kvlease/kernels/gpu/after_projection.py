@@ -15,6 +15,7 @@ from attrs import frozen
 from torch import Tensor
 
 from kvlease.kernels.gpu.compress_row import Compressor, compress_row
+from kvlease.kernels.gpu.early import early_launch, wait_for_inputs
 from kvlease.kernels.gpu.rotation import Turns, turn_row
 from kvlease.kernels.gpu.step_rows import Projected, StepRows, add_parts, sequence_of
 
@@ -102,8 +103,9 @@ def _after(
     rows, projected, near, main, inner, heads,
     Q: tl.constexpr, BQ: tl.constexpr, D: tl.constexpr, R: tl.constexpr, WINDOW: tl.constexpr,
     PARTS: tl.constexpr, MAIN: tl.constexpr, INNER: tl.constexpr, HEADS_AT: tl.constexpr,
-    HEADS: tl.constexpr,
+    HEADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(EARLY)
     n = tl.program_id(0)
     task = tl.program_id(1)
     if task == 0:
@@ -142,4 +144,5 @@ def after_projection(
         INNER=None if inner is None else inner[1].sizes,
         HEADS_AT=0 if heads is None else heads[1],
         HEADS=16 if heads is None else heads[0].out.shape[1], num_warps=4,
+        **early_launch(_after),
     )  # fmt: skip

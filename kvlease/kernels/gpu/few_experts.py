@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvlease.kernels.gpu.early import early_launch, fetch_lines, wait_for_inputs
 from kvlease.kernels.gpu.few_rows import rows_side
 from kvlease.kernels.moe import ExpertWeights
 
@@ -20,19 +21,24 @@ from kvlease.kernels.moe import ExpertWeights
 def _up(
     rows, dense, gate, up, out, num_rows, limit, E: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    LINES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write BN channels of one expert's weighted hidden rows, out [E, N, F]."""
     expert = tl.program_id(1)
     lanes = tl.arange(0, BM)
     real = lanes < num_rows
+    channels = tl.program_id(0) * BN + tl.arange(0, BN)
+    begin = (expert * F + channels).to(tl.int64) * D
+    fetch_lines(gate + begin, channels < F, LINES, EARLY)
+    fetch_lines(up + begin, channels < F, LINES, EARLY)
+    wait_for_inputs(EARLY)
     share = tl.load(dense + lanes * E + expert, mask=real, other=0.0)
     if tl.max(tl.abs(share)) > 0.0:
-        channels = tl.program_id(0) * BN + tl.arange(0, BN)
         deep = tl.arange(0, BK)
         first = tl.zeros((BN, BM), tl.float32)
         second = tl.zeros((BN, BM), tl.float32)
         inside = (channels < F)[:, None]
-        at = (expert * F + channels).to(tl.int64)[:, None] * D + deep[None, :]
+        at = begin[:, None] + deep[None, :]
         vector = rows + lanes.to(tl.int64)[:, None] * D + deep[None, :]
         for k in tl.range(0, D, BK, num_stages=STAGES):
             within = (deep + k < D)[None, :]
@@ -54,7 +60,7 @@ def _up(
 def _down(
     hidden, dense, down, out, num_rows, E: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SHARES: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write BN channels of the sum over every SHARES-th expert, out [SHARES, N, D]."""
     share = tl.program_id(1)
@@ -64,10 +70,13 @@ def _down(
     deep = tl.arange(0, BK)
     inside = (channels < D)[:, None]
     total = tl.zeros((BN, BM), tl.float32)
+    begin = channels.to(tl.int64) * (E * F)
+    fetch_lines(down + begin + share * F, channels < D, LINES, EARLY)
+    wait_for_inputs(EARLY)
     for expert in range(share, E, SHARES):
         weight = tl.load(dense + lanes * E + expert, mask=real, other=0.0)
         if tl.max(tl.abs(weight)) > 0.0:
-            at = channels.to(tl.int64)[:, None] * (E * F) + expert * F + deep[None, :]
+            at = begin[:, None] + expert * F + deep[None, :]
             vector = (expert * num_rows + lanes).to(tl.int64)[:, None] * F + deep[None, :]
             for k in tl.range(0, F, BK, num_stages=STAGES):
                 within = (deep + k < F)[None, :]
@@ -93,13 +102,15 @@ def mix_few(rows: Tensor, dense: Tensor, weights: ExpertWeights, limit: float) -
     tall, step = min(64, triton.next_power_of_2(hidden)), min(64, triton.next_power_of_2(width))
     _up[(triton.cdiv(hidden, tall), experts)](
         rows, dense, weights.gate, weights.up, inner, num_rows, limit, E=experts, D=width,
-        F=hidden, BM=side, BN=tall, BK=step, STAGES=stages, num_warps=warps,
+        F=hidden, BM=side, BN=tall, BK=step, STAGES=stages, LINES=min(4, step // 16),
+        num_warps=warps, **early_launch(_up),
     )  # fmt: skip
     shares = min(4, experts)
     out = rows.new_empty((shares, num_rows, width), dtype=torch.float32)
     tall, step = min(64, triton.next_power_of_2(width)), min(128, triton.next_power_of_2(hidden))
     _down[(triton.cdiv(width, tall), shares)](
         inner, dense, weights.down, out, num_rows, E=experts, D=width, F=hidden, BM=side, BN=tall,
-        BK=step if side < 128 else min(step, 64), SHARES=shares, STAGES=stages, num_warps=warps,
+        BK=step if side < 128 else min(step, 64), SHARES=shares, STAGES=stages,
+        LINES=min(8, step // 16), num_warps=warps, **early_launch(_down),
     )  # fmt: skip
     return out

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvlease.kernels.gpu.early import early_launch, fetch_lines, wait_for_inputs
+
 FEW = 64
 """Up to so many rows this is faster than a library's product."""
 _PROGRAMS = 128
@@ -35,7 +37,7 @@ def rows_side(num_rows: int) -> int:
 def _few_rows(
     rows, weight, out, num_rows, row, group, weight_group, out_row, part, M: tl.constexpr,
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SHARES: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Multiply BM rows with BN of the matrix's rows over one share of the inner sum."""
     outputs = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -47,7 +49,10 @@ def _few_rows(
     total = tl.zeros((BN, BM), tl.float32)
     inside = (outputs < M)[:, None]
     real = (lanes < num_rows)[:, None]
-    matrix = weight + g * weight_group + outputs.to(tl.int64)[:, None] * K + deep[None, :]
+    begin = weight + g * weight_group + outputs.to(tl.int64) * K + share * DEEP
+    fetch_lines(begin, outputs < M, LINES, EARLY)
+    wait_for_inputs(EARLY)
+    matrix = begin[:, None] + tl.arange(0, BK)[None, :]
     vector = rows + g * group + lanes.to(tl.int64)[:, None] * row + deep[None, :]
     for k in tl.range(0, DEEP, BK, num_stages=STAGES):
         within = (deep + k < K)[None, :]
@@ -80,6 +85,7 @@ def multiply_few(rows: Tensor, weight: Tensor, *, dtype: torch.dtype = torch.flo
     _few_rows[(triton.cdiv(outputs, tall), shares, groups)](
         rows, stacked, out, num_rows, rows.stride(0), deep if groups > 1 else 0,
         stacked.stride(0), out.stride(1), out.stride(0), M=outputs, K=deep,
-        BM=side, BN=tall, BK=step, SHARES=shares, STAGES=5 if side < 64 else 4, num_warps=4,
+        BM=side, BN=tall, BK=step, SHARES=shares, STAGES=5 if side < 64 else 4,
+        LINES=min(8, step // 16), num_warps=4, **early_launch(_few_rows),
     )  # fmt: skip
     return out

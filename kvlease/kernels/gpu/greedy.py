@@ -8,11 +8,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvlease.kernels.gpu.early import early_launch, wait_for_inputs
+
 _BLOCK = 4096
 
 
 @triton.jit
-def _best_of_block(logits, values, places, V: tl.constexpr, BLOCK: tl.constexpr):
+def _best_of_block(
+    logits, values, places, V: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    wait_for_inputs(EARLY)
     n, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + n * V + at, mask=at < V, other=-float("inf"))
@@ -23,7 +28,11 @@ def _best_of_block(logits, values, places, V: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _best_of_row(values, places, tokens, V: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def _best_of_row(
+    values, places, tokens, V: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(EARLY)
     n = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, BLOCK)
     x = tl.load(values + n * COUNT + blocks, mask=blocks < COUNT, other=-float("inf"))
@@ -40,9 +49,12 @@ def greedy_tokens(logits: Tensor) -> Tensor:
     values = logits.new_empty((num_rows, count))
     places = logits.new_empty((num_rows, count), dtype=torch.int32)
     tokens = logits.new_empty((num_rows,), dtype=torch.int32)
-    _best_of_block[(num_rows, count)](logits, values, places, V=width, BLOCK=_BLOCK, num_warps=8)
+    _best_of_block[(num_rows, count)](
+        logits, values, places, V=width, BLOCK=_BLOCK, num_warps=8, **early_launch(_best_of_block)
+    )
     _best_of_row[(num_rows,)](
         values, places, tokens, V=width, COUNT=count, BLOCK=triton.next_power_of_2(count),
+        **early_launch(_best_of_row),
         num_warps=1,
     )  # fmt: skip
     return tokens

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvlease.kernels.gpu.early import early_launch, wait_for_inputs
 from kvlease.kernels.gpu.rotation import Turns, turn_heads
 
 
@@ -34,9 +35,10 @@ def _turn_some(
 def _heads(
     asked, positions, turns, queries, index_queries, eps, asked_row, H: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, BH: tl.constexpr, IH: tl.constexpr, ID: tl.constexpr,
-    IBH: tl.constexpr,
+    IBH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (n, i) does heads i * BH .. of row n; those past the last do the indexer's."""
+    wait_for_inputs(EARLY)
     n = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     position = tl.maximum(tl.load(positions + n), 0)
@@ -88,5 +90,6 @@ def query_heads(
     _heads[(num_rows, parts)](
         asked, positions, turns, queries, indexed, eps, asked.stride(0), H=heads, D=width, R=rope,
         BH=block, IH=index_heads, ID=index_width, IBH=index_block, num_warps=4,
+        **early_launch(_heads),
     )  # fmt: skip
     return queries, indexed

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvlease.kernels.gpu.early import early_launch, wait_for_inputs
 from kvlease.kernels.gpu.step_rows import Projected, add_parts
 from kvlease.kernels.routing import Scoring
 
@@ -32,8 +33,10 @@ def _route(
     logits, tokens, table, bias, chosen, weights, dense, scale, E: tl.constexpr, BE: tl.constexpr,
     K: tl.constexpr, PARTS: tl.constexpr, SCORING: tl.constexpr, HASH: tl.constexpr,
     SHARED: tl.constexpr, SLOTS: tl.constexpr, FINE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write row n's experts and weights, and its line of the dense matrix."""
+    wait_for_inputs(EARLY)
     n = tl.program_id(0)
     experts = tl.arange(0, BE)
     inside = experts < E
@@ -96,7 +99,7 @@ def route_rows(
         logits, tokens, table, bias, chosen, weights, dense, scale, E=num_experts,
         BE=triton.next_power_of_2(num_experts + 1), K=num_chosen, PARTS=values.shape[0],
         SCORING=scoring, HASH=table is not None, SHARED=1, SLOTS=triton.next_power_of_2(wide),
-        FINE=values.shape[2] > num_experts, num_warps=1,
+        FINE=values.shape[2] > num_experts, **early_launch(_route), num_warps=1,
     )  # fmt: skip
     return chosen, weights, dense
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from attrs import frozen
 from torch import Tensor
 
+from kvlease.kernels.gpu.early import early_launch, wait_for_inputs
 from kvlease.kernels.mhc import MixerNumbers, MixerWeights
 
 _FEW = 64
@@ -75,9 +76,10 @@ def pack_mixer(weights: MixerWeights) -> PackedMixer:
 def _project(
     streams, tokens, added, mixing, result, projection, sums, squares, num_rows, part, row,
     D: tl.constexpr, S: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
-    BD: tl.constexpr, STEPS: tl.constexpr,
+    BD: tl.constexpr, STEPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write BM rows of new streams over STEPS * BD channels, and their part of the projection."""
+    wait_for_inputs(EARLY)
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     share = tl.program_id(1)
     real = rows < num_rows
@@ -162,9 +164,10 @@ def _balance(comb, eps, ITERATIONS: tl.constexpr):
 def _enter(
     streams, sums, squares, scale, base, weight, hidden, mixing, num_rows, mixer_eps, norm_eps,
     D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, OUTPUTS: tl.constexpr,
-    COLUMNS: tl.constexpr, SHARES: tl.constexpr, ITERATIONS: tl.constexpr,
+    COLUMNS: tl.constexpr, SHARES: tl.constexpr, ITERATIONS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (n, 0) writes row n's block input, normalised; (n, 1) how its output goes back."""
+    wait_for_inputs(EARLY)
     n = tl.program_id(0)
     lanes = tl.arange(0, S)
     square = tl.arange(0, S * S)
@@ -229,6 +232,7 @@ def _launch_project(
         streams, tokens, added, mixing, result, mixer.projection, sums, squares, num_rows,
         *strides, D=width, S=lanes, PARTS=0 if added is None else added.shape[0],
         COLUMNS=columns, BM=16, BD=block, STEPS=steps, num_warps=4, num_stages=2,
+        **early_launch(_project),
     )  # fmt: skip
     return Mixed(result, sums, squares)
 
@@ -251,5 +255,6 @@ def enter_streams(
         num_rows, numbers.eps, numbers.norm_eps, D=width, BD=block, S=lanes,
         OUTPUTS=mixer.outputs, COLUMNS=mixer.projection.shape[1], SHARES=mixed.sums.shape[0],
         ITERATIONS=numbers.sinkhorn_iterations, num_warps=8 if block >= 2048 else 4,
+        **early_launch(_enter),
     )  # fmt: skip
     return hidden, mixing
