@@ -33,6 +33,8 @@ SHORT_S = 250e-6
 """Sleeps shorter than this are not ended by new points: being woken costs more than it gains."""
 POINT_S = 40e-6
 """What the budget gains with each point that was passed: that much is spent on telling of it."""
+AT_ONCE = 8
+"""Points of one stream that are told of before the others get their turn: telling takes time."""
 _SLEEP_S = 5e-6
 
 Spin = Callable[["DeviceEvent"], None]
@@ -132,7 +134,9 @@ class Lane:
         """Return how long to sleep before the next look, and the point that somebody waits for."""
         if not self.points:
             return math.inf, None
-        for ahead, point in enumerate(self.points):
+        # By number: the stream's worker may append meanwhile, which ends an iteration.
+        for ahead in range(len(self.points)):
+            point = self.points[ahead]
             if point.hurry:
                 return self.pace.next_look_s(now, ahead), point
         return self.pace.rare_look_s(), None
@@ -247,10 +251,12 @@ class CudaWaiter:
                 pause, point = self._look()
                 if pause == math.inf and self._closing.state.is_final:
                     break
-                if pause == 0.0 and point is not None and self._has_budget():
+                if pause > 0.0:
+                    self._sleep(pause)
+                elif point is not None and self._has_budget():
                     point.spin(self._spin)
-                else:
-                    self._sleep(pause or LOOK_S / self._share)
+                elif point is not None:
+                    self._sleep(LOOK_S / self._share)
         except BaseException as error:
             self._failure = error
             self._fail_all(error)
@@ -264,24 +270,29 @@ class CudaWaiter:
                 lane.points.popleft().end(error)
 
     def _look(self) -> tuple[float, Point | None]:
-        """Tell of all points that were passed; say how long to sleep, and what is due first."""
+        """Tell of points that were passed; say how long to sleep, and what is due first.
+
+        0 seconds and no point is to look again: there was more to tell than in one go.
+        """
         soonest, due = math.inf, None
         for lane in self._lanes:
             if lane.num_taken != lane.num_watched:
                 lane.take_new()
             if not lane.points:
                 continue
-            self._look_at(lane)
+            if self._look_at(lane) == AT_ONCE:
+                soonest, due = 0.0, None
+                continue
             pause, point = lane.next_look(time.perf_counter())
             if pause < soonest:
                 soonest, due = pause, point
         return soonest, due
 
-    def _look_at(self, lane: Lane) -> None:
+    def _look_at(self, lane: Lane) -> int:
         points = lane.points
         num_passed = 0
         error: BaseException | None = None
-        while points and error is None:
+        while points and error is None and num_passed < AT_ONCE:
             try:
                 if not points[0].was_passed():
                     break
@@ -291,6 +302,7 @@ class CudaWaiter:
             num_passed += 1
         lane.pace.looked(time.perf_counter(), num_passed)
         self._budget_s += POINT_S * num_passed
+        return num_passed
 
     def _end(self, point: Point, error: BaseException | None) -> None:
         event = point.end(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from functools import partial
 
@@ -218,3 +219,23 @@ async def test_thousands_of_records_all_end_in_order(device: Device) -> None:
             for end in last:
                 await end.wait_done()
     assert ends == list(range(0, 2000, 2))
+
+
+def test_a_waiter_looks_while_a_worker_records(device: Device) -> None:
+    """Points come in while the waiter seeks the first that somebody waits for."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    waiter = CudaWaiter(device.event)
+    lane = waiter.lane()
+    device.queue()()
+    first = lane.record(lambda _error: None, hurry=False)
+    worker = threading.Thread(target=lambda: [lane.watch(first) for _ in range(3000)])
+    worker.start()
+    try:
+        while worker.is_alive():
+            lane.next_look(0.0)
+    finally:
+        sys.setswitchinterval(usual)
+        worker.join()
+    assert len(lane.points) == 3000
+    assert lane.next_look(0.0)[1] is None
