@@ -229,7 +229,12 @@ def test_a_waiter_looks_while_a_worker_records(device: Device) -> None:
     lane = waiter.lane()
     device.queue()()
     first = lane.record(lambda _error: None, hurry=False)
-    worker = threading.Thread(target=lambda: [lane.watch(first) for _ in range(3000)])
+
+    def record() -> None:
+        for _ in range(3000):
+            lane.watch(first)
+
+    worker = threading.Thread(target=record)
     worker.start()
     try:
         while worker.is_alive():
