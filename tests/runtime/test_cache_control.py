@@ -10,11 +10,11 @@ import trio
 from attrs import define
 
 from kvlease.errors import ConfigError, PagesUnavailable, PromptError, TransferFailed
-from kvlease.runtime.cache_feed import Channel
 from kvlease.protocols.config import EngineConfig, SamplingParams
 from kvlease.protocols.identity import page_hash
 from kvlease.protocols.ports import CopyOrder
 from kvlease.runtime.assembly import EnginePorts
+from kvlease.runtime.cache_feed import Channel
 from kvlease.runtime.engine import Engine, open_engine
 from kvlease.runtime.event_log import EventLog
 from kvlease.runtime.request import GenerateResult
@@ -84,6 +84,28 @@ async def test_a_prefetch_makes_the_next_request_find_its_prefix_on_the_device()
         assert (
             engine.statistics().counters.restored_bytes - loads <= engine.model.schema.tail_nbytes
         )
+
+
+async def test_a_prefetch_brings_the_state_at_the_end_too() -> None:
+    """Where the device has few slots for kept tails, the one that a prefix ends in comes along."""
+    config = toy_config(device_pages=24, device_tails=4, max_sessions=1)
+    async with open_checked(config) as engine:
+        await ask(engine, PROMPT)
+        await crowd_out(engine, range(100, 104))
+        assert not has_tail_on_device(engine)
+        assert (await engine.cache.prefetch(packed(PROMPT))).tokens == 6 * PAGE
+        assert has_tail_on_device(engine)
+        result = await ask(engine, PROMPT)
+        assert result.usage.hit_device == 6 * PAGE
+        assert same(result, await COLD.answer(PROMPT, PARAMS))
+
+
+def has_tail_on_device(engine: Engine) -> bool:
+    core = engine._core
+    match = core.pool.match(core.root, packed(PROMPT), 6)
+    held = match.tail is not None and match.tail.device.slot is not None
+    core.pool.drop(match)
+    return held
 
 
 async def test_a_prefetch_to_the_host_saves_what_was_on_the_device_alone() -> None:
@@ -169,6 +191,7 @@ async def test_a_flush_ends_every_pin() -> None:
         await ask(engine, PROMPT)
         pin = await engine.cache.pin(packed(PROMPT), 60.0)
         await engine.flush()
+        assert engine.statistics().device.sealed == engine.statistics().host.sealed == 0
         assert not await engine.cache.unpin(pin.pin)
         assert (await ask(engine, PROMPT)).usage.hit_device == 0
 
