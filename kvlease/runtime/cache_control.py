@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import TypeVar, final
 
 from kvlease.errors import ConfigError, PromptError
-from kvlease.runtime.cache_feed import Channel
 from kvlease.pools.controls import Quota
 from kvlease.protocols.config import MAX_TIMEOUT_S
 from kvlease.protocols.rpc import CacheTier
+from kvlease.runtime.cache_feed import Channel
 from kvlease.runtime.core import EngineCore
 from kvlease.runtime.mailbox import Mailbox, ask
 from kvlease.runtime.messages import (

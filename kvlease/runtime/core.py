@@ -11,7 +11,6 @@ from typing import final
 
 from attrs import evolve
 
-from kvlease.runtime.cache_feed import CacheFeed
 from kvlease.pools.controls import Quota
 from kvlease.pools.held import PlannedTransfer
 from kvlease.pools.unified import UnifiedPool
@@ -20,6 +19,7 @@ from kvlease.protocols.event_base import EventSink
 from kvlease.protocols.identity import CacheIdentity
 from kvlease.protocols.ports import Clock, ModelRunner
 from kvlease.protocols.schema import Schema
+from kvlease.runtime.cache_feed import CacheFeed
 from kvlease.runtime.counters import Counters
 from kvlease.runtime.estimates import Estimates
 from kvlease.runtime.figures import Figures
