@@ -8,7 +8,7 @@ from attrs import evolve
 
 from kvlease.kernels.models.config import V4Config
 from kvlease.kernels.models.deepseek_v4 import DeepseekV4, ModelOptions
-from kvlease.kernels.models.device_run import kernel_runs
+from kvlease.kernels.models.device_run import DeviceRun, kernel_runs
 from kvlease.kernels.models.embedded import EMBEDDED_CONFIG, RandomTensors
 from kvlease.kernels.models.weights import build_weights
 from kvlease.protocols.geometries import StoreFormat
@@ -50,6 +50,7 @@ def drive(model: DeepseekV4, steps: int, seed: int) -> tuple[list[torch.Tensor],
     return first.logits + second.logits, first.drawn + second.drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt", ["bf16", "fp8"])
 def test_chunks_and_decode_steps_agree_with_plain_torch(fmt: StoreFormat, device: str) -> None:
     """Same logits to bf16 noise; without a device the kernels run in the interpreter."""
@@ -59,3 +60,31 @@ def test_chunks_and_decode_steps_agree_with_plain_torch(fmt: StoreFormat, device
     assert all(torch.isfinite(mine).all() for mine in got)
     errors = [float((a - b).norm() / b.norm()) for a, b in zip(got, wanted, strict=True)]
     assert max(errors) < 0.05, errors
+
+
+@pytest.mark.gpu
+def test_a_graph_gives_the_bits_of_its_launches(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay, filled up with rows that are none, and the same step layer by layer."""
+    if device != "cuda":
+        pytest.skip("needs a CUDA device")
+    model = make_model(CONFIG, "fp8", device, by_kernels=True)
+    replayed = drive(model, 40, seed=2)
+    monkeypatch.setattr(DeviceRun, "fits_a_graph", False)
+    launched = drive(model, 40, seed=2)
+    assert replayed[1] == launched[1]
+    assert all(torch.equal(a, b) for a, b in zip(replayed[0], launched[0], strict=True))
+
+
+@pytest.mark.gpu
+def test_a_decode_step_allocates_nothing_on_the_device(device: str) -> None:
+    if device != "cuda":
+        pytest.skip("needs a CUDA device")
+    model = make_model(CONFIG, "bf16", device, by_kernels=True)
+    rig = Rig(model)
+    sequence = rig.start([n % CONFIG.vocab_size for n in range(LENGTH)])
+    rig.run_alone(sequence, [50, 1, 1])
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    rig.run_alone(sequence, [1] * 20)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
