@@ -1,5 +1,8 @@
 """Calls end to end: what a client gets over a connection is what the engine gives."""
 
+import ast
+import re
+
 import pytest
 import trio
 
@@ -7,7 +10,17 @@ import kvlease
 from kvlease.errors import ConnectionLost, Refused
 from kvlease.protocols.config import SamplingParams
 from kvlease.protocols.events import RpcCall, RpcClose, RpcOpen
-from tests.rpc.rig import Server, assert_nothing_left, config_of, open_server, prompt_of, until
+from kvlease.services.serving.tenants import Tenant
+from tests.rpc.rig import (
+    SECRET,
+    Server,
+    assert_nothing_left,
+    config_of,
+    open_server,
+    prompt_of,
+    until,
+)
+from tests.tidy.rules import ROOT
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
@@ -170,6 +183,20 @@ async def test_the_access_log_has_every_client_and_every_call() -> None:
     ]
     assert calls[0].request == 1
     assert [(e.client, e.calls) for e in closed] == [(opened[0].client, 2)]
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/serve.md"])
+async def test_the_client_that_documents_show_runs(name: str) -> None:
+    """Whoever copies it gets an answer: only the address is another one here."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    example = re.findall(r"```python\n(async with kvlease.connect.*?)```", text, re.DOTALL)[0]
+    async with open_server(tenants=[Tenant(secret=SECRET)]) as server:
+        here = re.sub(r"tcp://[\w.-]+:7077", server.address, example)
+        here = re.sub(r", tls=ssl\.\w+\(\)", "", here)
+        code = compile(here, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        names = {"kvlease": kvlease, "secret": SECRET, "prompt": [1, 2], "prompt_tokens": [1, 2]}
+        await eval(code, names)
+        assert server.engine.statistics().counters.output_tokens == 64
 
 
 async def test_nobody_there_is_one_sentence() -> None:

@@ -28,8 +28,8 @@ def run(code: list[str]) -> str:
 
 def test_the_readme_example_runs() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert "hit_device" in run(["-c", example])
+    library, _client = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert "hit_device" in run(["-c", library])
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/rules.md"])
