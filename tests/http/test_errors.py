@@ -78,6 +78,7 @@ async def test_a_body_that_is_no_request_is_refused(body: bytes) -> None:
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": [2**40]}, "prompt"),
         ({"prompt": [-1]}, None),
+        ({"prompt": [[-1], [-2], [1]]}, None),
         ({"prompt": ""}, None),
         ({"prompt": ["a"] * 65}, "prompt"),
         ({"echo": True}, "echo"),

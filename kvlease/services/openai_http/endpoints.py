@@ -4,8 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 import msgspec
+import trio
 from attrs import frozen
 
+from kvlease.errors import KVLeaseError
 from kvlease.protocols.events import Usage
 from kvlease.runtime.nurseries import open_flat_nursery
 from kvlease.services.chat.answer import AnswerReader
@@ -52,6 +54,7 @@ class Generation:
         self._job = job
         self._opened: set[int] = set()
         self._answers: list[Answered] = []
+        self._error: KVLeaseError | None = None
 
     async def run(self) -> None:
         """Answer. Checkpoints: always. Raises Refused."""
@@ -61,10 +64,20 @@ class Generation:
         else:
             async with open_flat_nursery() as nursery:
                 for asked in wanted:
-                    nursery.start_soon(self._answer, asked)
+                    nursery.start_soon(self._answer_or_end, asked, nursery.cancel_scope)
+            if self._error is not None:
+                raise self._error
         self._answers.sort(key=lambda ended: ended.index)
         await self._finish()
         self._job.done(self._answers)
+
+    async def _answer_or_end(self, asked: Asked, scope: trio.CancelScope) -> None:
+        """Answer; the first of several that cannot be answered ends them all, and is told."""
+        try:
+            await self._answer(asked)
+        except KVLeaseError as error:
+            self._error = self._error or error
+            scope.cancel()
 
     async def _answer(self, asked: Asked) -> None:
         job, context = self._job, self._context
