@@ -65,6 +65,9 @@ class Quota:
             yield "host", self.host_pages
 
 
+NO_QUOTA = Quota()
+
+
 @final
 class CacheControls:
     """Holds pins, and does the rest without holding anything.
@@ -89,21 +92,14 @@ class CacheControls:
 
     # -- pins ----------------------------------------------------------------------------------
 
-    def pin(self, root: bytes, tokens: bytes, expires_s: float) -> Pin:
+    def pin(self, root: bytes, tokens: bytes, expires_s: float, quota: Quota = NO_QUOTA) -> Pin:
         """Keep the cached pages of a prompt, and the state at their end, where they are.
 
         Raises PagesUnavailable if nothing of it is cached, or if pins would hold more than half of
-        a tier: the rest has to stay free for those who run.
+        a tier, or of the identity's quota: the rest has to stay free for those who run.
         """
         match = self._match(root, tokens)
-        pinned = sum(pin.match.num_pages for pin in self.pins.values()) + match.num_pages
-        sizes = self._memory.sizes
-        bound = max(sizes.device_pages, sizes.host_pages) // 2
-        problem = ""
-        if not match.num_pages:
-            problem = "nothing of the prompt is cached, so nothing can be pinned"
-        elif pinned > bound or len(self.pins) >= MAX_PINS:
-            problem = f"pins would hold {pinned} pages in {len(self.pins) + 1} pins; unpin others"
+        problem = self._why_not(match, root, quota)
         if problem:
             self._drop(match)
             raise PagesUnavailable(problem)
@@ -112,6 +108,21 @@ class CacheControls:
         self._last_pin += 1
         pin = self.pins[self._last_pin] = Pin(self._last_pin, root, match, expires_s)
         return pin
+
+    def _why_not(self, match: Match, root: bytes, quota: Quota) -> str:
+        """Say why a match may not be pinned; empty if it may."""
+        if not match.num_pages:
+            return "nothing of the prompt is cached, so nothing can be pinned"
+        held = [(pin.root, pin.match.num_pages) for pin in self.pins.values()]
+        held.append((root, match.num_pages))
+        pinned = sum(pages for _, pages in held)
+        own = sum(pages for its, pages in held if its == root)
+        sizes = self._memory.sizes
+        bound = max(sizes.device_pages, sizes.host_pages) // 2
+        own_bound = min((pages // 2 for _, pages in quota.bounds()), default=bound)
+        if pinned > bound or own > own_bound or len(self.pins) >= MAX_PINS:
+            return f"pins would hold {pinned} pages in {len(held)} pins, {own} of this tenant's"
+        return ""
 
     def unpin(self, number: int, root: bytes | None = None) -> bool:
         """End a pin, of one identity only if one is given; says whether there was such a pin."""

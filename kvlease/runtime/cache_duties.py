@@ -8,6 +8,7 @@ import math
 from typing import final
 
 from kvlease.errors import PagesUnavailable, TransferFailed
+from kvlease.pools.controls import NO_QUOTA
 from kvlease.pools.held import PlannedTransfer
 from kvlease.protocols.ports import CompletionState
 from kvlease.runtime.core import EngineCore
@@ -48,7 +49,8 @@ class CacheDuties:
                     self._prefetch(message, root)
                 case PinPrefix():
                     until_s = core.clock.now() + message.seconds
-                    pin = controls.pin(root, message.prompt, until_s)
+                    quota = core.quotas.get(message.salt, NO_QUOTA)
+                    pin = controls.pin(root, message.prompt, until_s, quota)
                     self.next_expiry_s = min(self.next_expiry_s, until_s)
                     tokens = pin.match.num_pages * self._page_tokens
                     message.done.send(PinResult(pin.id, tokens))

@@ -1,5 +1,8 @@
 """Prefetch, pin, evict and cache events over a connection, and that tenants stay apart."""
 
+import os
+from pathlib import Path
+
 import pytest
 import trio
 
@@ -7,8 +10,14 @@ import kvlease
 from kvlease.errors import Refused
 from kvlease.protocols.config import SamplingParams
 from kvlease.protocols.identity import page_hash
+from kvlease.runtime.engine import open_engine
+from kvlease.runtime.event_log import EventLog
+from kvlease.services.rpc.address import UnixAddress
 from kvlease.services.rpc.client import Client
-from kvlease.services.serving.tenants import Tenant, salt_of
+from kvlease.services.rpc.door import RpcDoor, open_listeners
+from kvlease.services.serving.limits import Limits
+from kvlease.services.serving.service import Service
+from kvlease.services.serving.tenants import Tenant, Tenants, salt_of
 from tests.rpc.rig import SECRET, config_of, open_server, pack, prompt_of, until
 
 PAGE = 64
@@ -116,6 +125,25 @@ async def test_another_run_of_the_server_is_noticed() -> None:
         await trio.aclose_forcefully((await client.link())._stream)
         await until(lambda: changes.restarts == 1)
         await until(lambda: changes.last == server.engine.cache.changes().last)
+
+
+async def test_a_subscription_goes_on_when_the_server_is_replaced(tmp_path: Path) -> None:
+    """The old server drains and says goodbye; the new one's events follow, and it shows."""
+    where, log = UnixAddress(str(tmp_path / "k")), EventLog(level="off")
+    async with open_engine(None, SMALL, log=log) as engine, trio.open_nursery() as nursery:
+        old, new = (Service(engine, Tenants(), Limits(), log) for _ in range(2))
+        old_door = RpcDoor(old, await open_listeners(where))
+        nursery.start_soon(old_door.run)
+        async with kvlease.connect(str(where)) as client, client.changes() as changes:
+            await until(lambda: changes.last is not None)
+            with trio.fail_after(10):
+                await old.drain()
+            await until(lambda: not os.path.exists(where.path))
+            nursery.start_soon(RpcDoor(new, await open_listeners(where)).run)
+            await ask(client, PROMPT)
+            await until(lambda: changes.last == engine.cache.changes().last)
+            assert changes.restarts == 1
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_cancelled_subscription_ends_and_one_without_events_is_refused() -> None:

@@ -182,8 +182,21 @@ async def test_pins_have_bounds_and_an_end() -> None:
         await ask(engine, PROMPT)
         for _ in range(2):
             await engine.cache.pin(packed(PROMPT), 60.0)
-        with pytest.raises(PagesUnavailable, match="unpin"):
+        with pytest.raises(PagesUnavailable, match="18 pages in 3 pins"):
             await engine.cache.pin(packed(PROMPT), 60.0)
+
+
+async def test_a_tenant_pins_no_more_than_half_of_its_quota() -> None:
+    """One tenant's pins leave the others their part of the pool."""
+    async with open_checked(toy_config()) as engine:
+        for salt in (b"blue", b"green"):
+            await ask(engine, PROMPT, salt)
+        await engine.cache.set_quota(b"blue", device_pages=11)
+        with pytest.raises(PagesUnavailable, match="6 of this tenant's"):
+            await engine.cache.pin(packed(PROMPT), 60.0, salt=b"blue")
+        await engine.cache.set_quota(b"blue", device_pages=12)
+        assert (await engine.cache.pin(packed(PROMPT), 60.0, salt=b"blue")).tokens == 6 * PAGE
+        assert (await engine.cache.pin(packed(PROMPT), 60.0, salt=b"green")).tokens == 6 * PAGE
 
 
 async def test_a_flush_ends_every_pin() -> None:

@@ -22,6 +22,7 @@ from kvlease.errors import (
     DeadlineExceeded,
     KVLeaseError,
     PromptError,
+    Refused,
     UsageError,
 )
 from kvlease.protocols import rpc
@@ -206,12 +207,23 @@ class Client:
             finally:
                 nursery.cancel_scope.cancel()
 
+    async def _link_again(self) -> Link:
+        """As `link`, with patience for a server that is being replaced."""
+        end_s = trio.current_time() + self._where.connect_timeout_s
+        while True:
+            try:
+                return await self.link()
+            except Refused as error:
+                if error.code not in ("draining", "too_many") or trio.current_time() >= end_s:
+                    raise
+            await trio.sleep(FIRST_PAUSE_S)
+
     async def _follow(self, changes: RemoteChanges) -> None:
         """Subscribe, and again whenever the connection breaks; ends when the server refuses."""
         while True:
             number = next(self._numbers)
             try:
-                link = await self.link()
+                link = await self._link_again()
                 first = changes.begin(number, link.welcome.incarnation, link.writer.put)
                 link.begin(number, changes, first)
             except KVLeaseError as error:

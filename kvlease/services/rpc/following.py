@@ -8,7 +8,7 @@ from typing import final
 
 import trio
 
-from kvlease.errors import ConnectionLost, KVLeaseError
+from kvlease.errors import KVLeaseError
 from kvlease.protocols.rpc import (
     CacheEvent,
     CacheEvents,
@@ -76,8 +76,8 @@ class RemoteChanges(Waiting):
         self._wake.set()
 
     def close(self, end: Ended | Failed | KVLeaseError) -> None:
-        """Take the end of one subscription; a lost connection is not the end of all."""
-        if not isinstance(end, (Ended, ConnectionLost)):
+        """Take the end of one subscription; the end of a connection is not the end of all."""
+        if isinstance(end, Failed):
             self.fail(error_of(end))
         self.interrupted.set()
 
