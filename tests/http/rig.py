@@ -21,7 +21,7 @@ from kvlease.protocols.schema import Schema
 from kvlease.runtime.engine import Engine, open_engine
 from kvlease.runtime.event_log import EventLog
 from kvlease.services.openai_http.context import Context
-from kvlease.services.openai_http.server import Entrance
+from kvlease.services.openai_http.server import Certificate, Entrance
 from kvlease.services.rpc.address import TcpAddress
 from kvlease.services.serving.limits import Limits
 from kvlease.services.serving.service import Service
@@ -129,6 +129,7 @@ async def open_server(
     config: EngineConfig = CONFIG,
     tenants: Sequence[Tenant] = (),
     model: ModelRunner | None = None,
+    certificate: Certificate | None = None,
     **limits: float,
 ) -> AsyncGenerator[Server]:
     """Serve for a block; when it is left without an error, nothing may have leaked."""
@@ -138,7 +139,7 @@ async def open_server(
     scripted.scripts.extend(scripts)
     async with open_engine(model or scripted, config, log=log) as engine:
         service = Service(engine, Tenants(tenants), msgspec.convert(limits, Limits), log)
-        entrance = Entrance(TcpAddress("127.0.0.1", 0), service.limits, None)
+        entrance = Entrance(TcpAddress("127.0.0.1", 0), service.limits, None, certificate)
         door = entrance.door(service, log)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(door.run)
