@@ -28,7 +28,7 @@ def run(code: list[str]) -> str:
 
 def test_the_readme_example_runs() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    library, _client = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    library, *_clients = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert "hit_device" in run(["-c", library])
 
 
