@@ -68,7 +68,7 @@ class Memory:
         self.host_tails = TailStore(schema, sizes.host_tails, pinned=pinned, in_records=pinned)
         self.rings = RingStore(schema, sizes.slots, device)
         self.device = PageBook("device pages", sizes.device_pages, sink, "device")
-        self.host = PageBook("host pages", sizes.host_pages, sink, "host", in_runs=pinned)
+        self.host = PageBook("host pages", sizes.host_pages, sink, "host")
         self.device_tail_slots = PageBook("device tails", sizes.device_tails)
         self.host_tail_slots = PageBook("host tails", sizes.host_tails)
         self.slots = PageBook("sequence slots", sizes.slots)

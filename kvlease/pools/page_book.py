@@ -12,7 +12,6 @@ from typing import Protocol, final
 from attrs import frozen
 
 from kvlease.errors import IllegalTransition, LedgerImbalance, PagesUnavailable, UsageError
-from kvlease.pools.free_pages import FreePages, FreeRuns, FreeStack
 from kvlease.protocols.event_base import EventSink, Tier, runs_of
 from kvlease.protocols.event_pages import PageFree, PageQuarantine
 from kvlease.protocols.machines import PageEvent, PageState, step_page
@@ -83,30 +82,16 @@ class PageBook:
     """
 
     def __init__(
-        self,
-        name: str,
-        total: int,
-        sink: EventSink | None = None,
-        tier: Tier = "device",
-        *,
-        in_runs: bool = False,
+        self, name: str, total: int, sink: EventSink | None = None, tier: Tier = "device"
     ) -> None:
-        """Start with every page free.
-
-        Args:
-            name: used in errors.
-            total: how many pages there are.
-            sink: hears of pages.
-            tier: whose pages they are.
-            in_runs: give out pages that lie together; for memory that copy engines read and write.
-        """
+        """Start with every page free; ``name`` is used in errors, ``sink`` hears of pages."""
         self.name = name
         self.total = total
         self._sink = sink
         self._tier: Tier = tier
         self.epochs = array("q", bytes(8 * total))
         self._state = bytearray(total)
-        self._free: FreePages = FreeRuns(total) if in_runs else FreeStack(total)
+        self._free = array("i", range(total - 1, -1, -1))
         self._reserved = 0
         self._count = [total, 0, 0, 0]
         self._quarantine: list[tuple[array[int], tuple[Blocker, ...]]] = []
@@ -149,7 +134,9 @@ class PageBook:
     def _hand_out(self, num_pages: int) -> "array[int]":
         if num_pages == 0:
             return array("i")
-        pages = self._free.take(num_pages)
+        pages = self._free[-num_pages:]
+        pages.reverse()  # ascending where possible: fewer runs in logs and copies
+        del self._free[-num_pages:]
         self._move(pages, PageEvent.ACQUIRE)
         return pages
 
@@ -197,7 +184,7 @@ class PageBook:
 
     def _free_now(self, pages: "array[int]") -> None:
         self._move(pages, PageEvent.RECLAIM)
-        self._free.give(pages)
+        self._free.extend(reversed(pages))
         if self._sink is not None and self._sink.audit:
             self._sink.emit(PageFree(pages=self._ended(pages), tier=self._tier))
 

@@ -1,4 +1,4 @@
-"""Memory laid out in records: the components of some layers of one page, or of one tail, together.
+"""Memory laid out in records: all components of one page, or of one tail, together.
 
 How they lie is `host_layout`'s decision; whoever knows only a component sees an ordinary tensor.
 """
@@ -9,7 +9,7 @@ from typing import final
 import torch
 
 from kvlease.pools.carriage import Carrier
-from kvlease.protocols.host_layout import LayerGroup
+from kvlease.protocols.host_layout import LayerGroup, record_nbytes
 from kvlease.units import LayerId
 
 Allocate = Callable[[int], torch.Tensor]
@@ -18,18 +18,17 @@ Allocate = Callable[[int], torch.Tensor]
 
 @final
 class Records:
-    """Per group [count, nbytes] bytes; a component of a layer is a view into its group.
+    """[count, nbytes] bytes; a component of a layer is a view.
 
     ``carrier`` moves them between tiers; set once, by whoever made the memory at both ends.
     """
 
     def __init__(self, groups: Sequence[LayerGroup], count: int, allocate: Allocate) -> None:
-        """Allocate all groups; contents are as the allocator leaves them."""
+        """Allocate them all; contents are as the allocator leaves them."""
         self.carrier: Carrier | None = None
         self.groups = tuple(groups)
-        self.memory = tuple(
-            allocate(count * group.nbytes).view(count, group.nbytes) for group in groups
-        )
+        nbytes = record_nbytes(groups)
+        self.memory = allocate(count * nbytes).view(count, nbytes)
         self._pieces = {
             (piece.layer, piece.component): piece for group in groups for piece in group.pieces
         }
@@ -49,7 +48,7 @@ class Records:
     ) -> torch.Tensor:
         """Borrow one component of all records, as [count, *shape] of a dtype."""
         piece = self._pieces[layer, component]
-        rows = self.memory[self.groups_of[layer, component]].view(dtype)
+        rows = self.memory.view(dtype)
         first = piece.offset // dtype.itemsize
         values = shape[0] * shape[1]
         return rows[:, first : first + values].view(len(rows), *shape)

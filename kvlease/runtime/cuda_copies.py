@@ -22,19 +22,19 @@ def give_carrier(memory: Memory) -> None:
     """
     from kvlease.kernels.gpu.carrier import Carrier
 
-    pages, tails = _page_ends(memory), _tail_ends(memory)
-    memory.carried_by(Carrier(pages, tails, memory.rings.device))
+    carrier = Carrier(_page_ends(memory), _tail_ends(memory), memory.rings.device)
+    memory.carried_by(carrier)
 
 
-def _page_ends(memory: Memory) -> list[PageEnds]:
+def _page_ends(memory: Memory) -> PageEnds:
     from kvlease.kernels.gpu.carrier import PageEnds
 
     host = _records(memory.host_spans)
-    ends: list[PageEnds] = []
-    for records, group in zip(host.memory, host.groups, strict=True):
-        pools = [(memory.spans.rows(p.layer, p.component), p.offset) for p in group.pieces]
-        ends.append(PageEnds(records, tuple(pools)))
-    return ends
+    groups = [
+        ([(memory.spans.rows(p.layer, p.component), p.offset) for p in group.pieces], group.nbytes)
+        for group in host.groups
+    ]
+    return PageEnds(host.memory, tuple(groups))
 
 
 def _records(store: SpanStore | TailStore) -> Records:
@@ -42,18 +42,16 @@ def _records(store: SpanStore | TailStore) -> Records:
     return store.records
 
 
-def _tail_ends(memory: Memory) -> list[TailEnds]:
+def _tail_ends(memory: Memory) -> TailEnds:
     from kvlease.kernels.gpu.carrier import TailEnds
     from kvlease.kernels.gpu.tail_copy import TailPiece
 
     host, device = _records(memory.host_tails), _records(memory.tails)
     kept = {(layer, tail.name): tail for layer, tail in tail_components(memory.schema)}
-    ends: list[TailEnds] = []
-    for number, group in enumerate(host.groups):
-        pieces: list[TailPiece] = []
+    pieces: list[TailPiece] = []
+    for group in host.groups:
         for piece in group.pieces:
             tail = kept[piece.layer, piece.component]
             rings = memory.rings.ring(piece.layer, piece.component)
             pieces.append(TailPiece(rings, tail.kept_rows, tail.kept_width, piece.offset))
-        ends.append(TailEnds(host.memory[number], device.memory[number], tuple(pieces)))
-    return ends
+    return TailEnds(host.memory, device.memory, tuple(pieces))

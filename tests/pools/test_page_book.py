@@ -153,15 +153,5 @@ class BookMachine(RuleBasedStateMachine):
         assert ledger.reserved == sum(promise.remaining for promise in self.promises)
 
 
-class InRunsMachine(BookMachine):
-    """The same book, with its other way to give out pages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.book = PageBook("pages", 12, in_runs=True)
-
-
 BookMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestBookMachine = BookMachine.TestCase
-InRunsMachine.TestCase.settings = BookMachine.TestCase.settings
-TestInRunsMachine = InRunsMachine.TestCase

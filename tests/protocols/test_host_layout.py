@@ -13,6 +13,7 @@ from kvlease.protocols.host_layout import (
     LayerGroup,
     move_ranges,
     page_groups,
+    record_nbytes,
     tail_groups,
 )
 from kvlease.protocols.schema import Schema
@@ -38,14 +39,17 @@ def schemas() -> list[Schema]:
 
 
 def check_records(groups: tuple[LayerGroup, ...]) -> None:
+    end = 0
     for group in groups:
-        end = 0
+        assert group.offset % PIECE_ALIGNMENT == 0
+        assert 0 <= group.offset - end < PIECE_ALIGNMENT
+        end = group.offset
         for piece in group.pieces:
             assert piece.offset % PIECE_ALIGNMENT == 0
             assert 0 <= piece.offset - end < PIECE_ALIGNMENT
             end = piece.offset + piece.nbytes
-        assert 0 <= group.nbytes - end < PIECE_ALIGNMENT
-        assert group.nbytes % PIECE_ALIGNMENT == 0
+        assert 0 <= group.offset + group.nbytes - end < PIECE_ALIGNMENT
+    assert record_nbytes(groups) == (groups[-1].offset + groups[-1].nbytes if groups else 0)
     layers = [piece.layer for group in groups for piece in group.pieces]
     assert layers == sorted(layers)
     for one, other in pairwise(groups):

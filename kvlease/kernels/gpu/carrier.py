@@ -1,7 +1,8 @@
-"""What moves between one device and its host: pages and kept tails, a group of layers at a time.
+"""What moves between one device and its host: pages and kept tails.
 
-Made once, over the memory of both ends. A move is queued group by group on the worker of the stream
-that carries it, which is the current stream there; loads and stores have one worker each.
+A load moves a group of layers at a time, a store whole records. Made once, over the memory of both
+ends. A move is queued on the worker of the stream that carries it, which is the current stream
+there; loads and stores have one worker each.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from attrs import frozen
 from torch import Tensor
 
 from kvlease.kernels.gpu.dma import CopyEngine
-from kvlease.kernels.gpu.page_copy import RecordTable
+from kvlease.kernels.gpu.page_copy import Pools, RecordTable
 from kvlease.kernels.gpu.staging import Direction, MovedPages, PageMover, StagingRing
 from kvlease.kernels.gpu.tail_copy import TailPiece, TailTable, move_tails
 from kvlease.protocols.host_layout import MOVE_NBYTES, move_ranges
@@ -28,20 +29,21 @@ PRIORITY = -1
 
 @frozen
 class PageEnds:
-    """One group of layers' pages at both ends.
+    """Pages at both ends.
 
     Attributes:
         host: records [num_pages, nbytes] uint8, pinned.
-        pools: per piece its device memory [num_pages, ...] and where it begins in a record.
+        groups: per group of layers its bytes of a record, and per piece its device memory
+            [num_pages, ...] and where it begins in a record.
     """
 
     host: Tensor
-    pools: tuple[tuple[Tensor, int], ...]
+    groups: tuple[tuple[Pools, int], ...]
 
 
 @frozen
 class TailEnds:
-    """One group of layers' kept tails at both ends, and the rings that they are kept from.
+    """Kept tails at both ends, and the rings that they are kept from.
 
     ``host`` and ``device`` are records [num_tails, nbytes] uint8; ``host`` is pinned.
     """
@@ -57,13 +59,18 @@ class PageMove:
 
     __slots__ = ("_device", "_host", "_mover", "_pages", "_queued", "_ranges")
 
-    def __init__(self, mover: PageMover, host: Tensor, device: Tensor) -> None:
-        """Take page numbers at both ends, [n] int64 in host memory, in the same order."""
+    def __init__(
+        self, mover: PageMover, host: Tensor, device: Tensor, ranges: Sequence[tuple[int, int]]
+    ) -> None:
+        """Take page numbers at both ends, [n] int64 in host memory, in the same order.
+
+        ``ranges`` are the groups that move together, first and one past the last.
+        """
         self._mover = mover
         self._host = host
         self._device = device
         self._pages: MovedPages | None = None
-        self._ranges = move_ranges(mover.table.nbytes, len(host))
+        self._ranges = ranges
         self._queued: set[int] = set()
 
     def queue(self, group: int) -> None:
@@ -101,38 +108,33 @@ class ResumeMove:
 
 @final
 class TailMove:
-    """Kept tails on their way between the tiers, record by record."""
+    """Kept tails on their way between the tiers, record by record, all at once."""
 
-    __slots__ = ("_direction", "_ends", "_engine", "_from", "_queued", "_to")
+    __slots__ = ("_engine", "_from", "_is_queued", "_source", "_target", "_to")
 
     def __init__(
         self,
-        direction: Direction,
-        ends: Sequence[TailEnds],
+        ends: tuple[Tensor, Tensor],
         engine: CopyEngine,
         numbers: tuple[Tensor, Tensor],
     ) -> None:
-        """Take tail numbers at both ends, [n] int64 in host memory, in the same order."""
-        self._direction = direction
-        self._ends = ends
+        """Take what is read and what is written, and tail numbers there, [n] int64."""
+        self._source, self._target = ends
         self._engine = engine
         self._from, self._to = (tails.numpy().astype(np.uint64) for tails in numbers)
-        self._queued: set[int] = set()
+        self._is_queued = False
 
     def queue(self, group: int) -> None:
-        """Queue a group's records on the current stream, unless that was done."""
-        if group in self._queued:
+        """Queue all records on the current stream, unless that was done."""
+        if self._is_queued:
             return
-        self._queued.add(group)
-        ends, main = self._ends[group], torch.cuda.current_stream()
-        source, target = ends.device, ends.host
-        if self._direction == "load":
-            source, target = target, source
-        nbytes = np.uint64(source.shape[1])
-        sources = source.data_ptr(), self._from * nbytes
-        targets = target.data_ptr(), self._to * nbytes
+        self._is_queued = True
+        nbytes = np.uint64(self._source.shape[1])
+        sources = self._source.data_ptr(), self._from * nbytes
+        targets = self._target.data_ptr(), self._to * nbytes
         sizes = np.full(len(self._to), nbytes)
-        self._engine.copy(targets, sources, sizes, (0, len(sizes)), main)
+        everything = 0, len(sizes)
+        self._engine.copy(targets, sources, sizes, everything, torch.cuda.current_stream())
 
 
 @final
@@ -142,24 +144,29 @@ class Carrier:
     Ownership: borrows the memory of both ends; owns its staging rings.
     """
 
-    def __init__(
-        self, pages: Sequence[PageEnds], tails: Sequence[TailEnds], device: torch.device
-    ) -> None:
-        """Lay out the tables and allocate the staging."""
-        table = RecordTable([(group.pools, group.host.shape[1]) for group in pages], device)
-        hosts = [group.host for group in pages]
-        slot = max([SLOT_NBYTES, *(MOVE_NBYTES + nbytes for nbytes in table.nbytes)])
+    def __init__(self, pages: PageEnds, tails: TailEnds | None, device: torch.device) -> None:
+        """Lay out the tables and allocate the staging; ``tails`` of None are never moved."""
+        table = RecordTable(pages.groups, device)
+        self._group_nbytes = [nbytes for _, nbytes in pages.groups]
+        slot = max([SLOT_NBYTES, *(MOVE_NBYTES + nbytes for nbytes in self._group_nbytes)])
         self._movers: dict[Direction, PageMover] = {
             direction: PageMover(
-                direction, hosts, table, StagingRing(device, slot, NUM_SLOTS, PRIORITY), PROGRAMS
+                direction,
+                pages.host,
+                table,
+                StagingRing(device, slot, NUM_SLOTS, PRIORITY),
+                PROGRAMS,
             )
             for direction in ("load", "store")
         }
-        self._tails = tuple(tails)
-        self._tables = {
-            "host": TailTable([(group.host, group.pieces) for group in tails], device),
-            "device": TailTable([(group.device, group.pieces) for group in tails], device),
-        }
+        fits = table.nbytes <= slot
+        self._whole = [(0, len(pages.groups))] if fits else move_ranges(self._group_nbytes, slot)
+        """What a store moves at once: whole records, or a group where records are too large."""
+        self._tails = tails
+        self._tables: dict[str, TailTable] = {}
+        if tails is not None:
+            self._tables["host"] = TailTable(tails.host, tails.pieces, device)
+            self._tables["device"] = TailTable(tails.device, tails.pieces, device)
         self._warm_up(device)
 
     def _warm_up(self, device: torch.device) -> None:
@@ -170,15 +177,17 @@ class Carrier:
         nobody = torch.zeros((3, 1), dtype=torch.int64, device=device)
         for table in self._tables.values():
             move_tails(table, nobody, to_records=False)
-        move_tails(self._tables["device"], nobody, to_records=True)
+        if self._tails is not None:
+            move_tails(self._tables["device"], nobody, to_records=True)
         main.synchronize()
 
     def pages(self, direction: Direction, from_pages: Tensor, to_pages: Tensor) -> PageMove:
         """Return the move of pages, numbers [n] int64 in host memory at each end."""
-        host, device = from_pages, to_pages
+        mover = self._movers[direction]
         if direction == "store":
-            host, device = device, host
-        return PageMove(self._movers[direction], host, device)
+            return PageMove(mover, to_pages, from_pages, self._whole)
+        ranges = move_ranges(self._group_nbytes, len(from_pages))
+        return PageMove(mover, from_pages, to_pages, ranges)
 
     def resume(
         self, tier: Literal["device", "host"], tail: int, slot: int, boundary: int
@@ -188,8 +197,11 @@ class Carrier:
 
     def tails(self, direction: Direction, from_tails: Tensor, to_tails: Tensor) -> TailMove:
         """Return the move of kept tails, numbers [n] int64 in host memory at each end."""
-        engine = self._movers[direction].ring.engine
-        return TailMove(direction, self._tails, engine, (from_tails, to_tails))
+        assert self._tails is not None, "a carrier without tails"
+        ends = self._tails.device, self._tails.host
+        if direction == "load":
+            ends = ends[1], ends[0]
+        return TailMove(ends, self._movers[direction].ring.engine, (from_tails, to_tails))
 
     def keep(self, slots: Tensor, tails: Tensor, boundaries: Tensor) -> None:
         """Keep running sequences' state, [K] int64 in host memory each, on the current stream."""

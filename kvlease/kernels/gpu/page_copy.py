@@ -1,17 +1,17 @@
 """Moving scattered pages between a device's pools and records, all components in one launch.
 
 A *record* holds the pieces of one page side by side (``protocols/host_layout.py``). A table with
-one line a tile says where each tile of a record lies in its pool: [T, 6] int64 with the address of
-page 0, the bytes from page to page, the words before it in the record, its words, the words of the
-record, and those of the records of earlier groups. Programs walk over (page, tile); few of them
-suffice, so that compute beside them keeps its multiprocessors. Several groups may be moved at once:
-then all records of a group lie before those of the next.
+one line a tile says where each tile of a record lies in its pool: [T, 4] int64 with the address of
+page 0, the bytes from page to page, the words before it in the record, and its words. Programs walk
+over (page, tile); few of them suffice, so that compute beside them keeps its multiprocessors. Some
+groups of layers, a part of each record, may be moved without the rest.
 """
 
 # pyright: basic, reportMissingImports=false, reportCallIssue=false, reportIndexIssue=false
 # Triton's language has no types: what a kernel does with them is checked by its tests.
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import gcd
 from typing import Any
 
@@ -25,10 +25,19 @@ NUM_WARPS = 16
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-_COLUMNS = tl.constexpr(6)
+_COLUMNS = tl.constexpr(4)
 
 
-@triton.jit(do_not_specialize=["first_page", "count", "first_tile", "tiles_per_page"])
+@triton.jit(
+    do_not_specialize=[
+        "first_page",
+        "count",
+        "first_tile",
+        "tiles_per_page",
+        "first_word",
+        "page_words",
+    ]
+)
 def _move(
     table_ptr,
     pages_ptr,
@@ -37,12 +46,13 @@ def _move(
     count,
     first_tile,
     tiles_per_page,
+    first_word,
+    page_words,
     to_records: tl.constexpr,
     pairs: tl.constexpr,
     tile: tl.constexpr,
 ):
     lane = tl.arange(0, tile)
-    skipped = tl.load(table_ptr + first_tile * _COLUMNS + 5)
     work = tl.program_id(0)
     while work < count * tiles_per_page:
         record = work // tiles_per_page
@@ -51,11 +61,9 @@ def _move(
         stride = tl.load(line + 1)
         offset = tl.load(line + 2)
         words = tl.load(line + 3)
-        record_words = tl.load(line + 4)
-        before = tl.load(line + 5) - skipped
         page = tl.load(pages_ptr + first_page + record).to(tl.int64)
         place = (address + page * stride).to(records_ptr.dtype, bitcast=True)
-        start = before * count + record * record_words + offset
+        start = record.to(tl.int64) * page_words + offset - first_word
         if pairs:  # all are multiples of 16 bytes: say so, and words move in pairs
             place = tl.multiple_of(place, 16)
             start = tl.multiple_of(start, 2)
@@ -74,15 +82,16 @@ Pools = Sequence[tuple[Tensor, int]]
 
 
 class RecordTable:
-    """The tiles of all groups' records, on the device.
+    """The tiles of a record, on the device, group by group.
 
     Ownership: borrows the pools for as long as it lives. ``word`` is the dtype that records are
-    moved in, ``nbytes`` is of each group's record; edges[g] is the first of group g's tiles.
+    moved in, ``width`` its bytes. Group g is bytes bounds[g] to bounds[g + 1] - 1 of a record, and
+    its tiles are edges[g] to edges[g + 1] - 1.
     """
 
     def __init__(self, groups: Sequence[tuple[Pools, int]], device: torch.device) -> None:
-        """Lay out the tiles; per group its pools, and the bytes of a record."""
-        self.nbytes = [nbytes for _, nbytes in groups]
+        """Lay out the tiles; per group its pools, and its bytes of a record."""
+        self.bounds = [0, *accumulate(nbytes for _, nbytes in groups)]
         facts = [
             [
                 (pool.data_ptr(), pool.stride(0) * pool.itemsize, offset, pool[0].nbytes)
@@ -91,25 +100,27 @@ class RecordTable:
             for pools, _ in groups
         ]
         numbers = (number for group in facts for fact in group for number in fact)
-        step = gcd(16, *self.nbytes, *numbers)
+        step = gcd(16, *self.bounds, *numbers)
         self.pairs = step == 16
-        width = min(step, 8)
-        self.word = _WORDS[width]
+        self.width = min(step, 8)
+        self.word = _WORDS[self.width]
         self.compiled: dict[tuple[bool, torch.dtype], Any] = {}
         """The kernel by direction and dtype of pages: launching it costs less than finding it."""
         lines: list[tuple[int, ...]] = []
         self.edges = [0]
-        before = 0
-        for group, nbytes in zip(facts, self.nbytes, strict=True):
-            record = nbytes // width, before // width
+        for group in facts:
             for address, stride, offset, size in group:
-                for at in range(0, size // width, TILE):
-                    words = min(TILE, size // width - at)
-                    place = address + at * width, stride, offset // width + at, words
-                    lines.append((*place, *record))
+                for at in range(0, size // self.width, TILE):
+                    words = min(TILE, size // self.width - at)
+                    place = address + at * self.width, stride
+                    lines.append((*place, offset // self.width + at, words))
             self.edges.append(len(lines))
-            before += nbytes
         self.lines = torch.tensor(lines, dtype=torch.int64).to(device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a whole record."""
+        return self.bounds[-1]
 
 
 def move_records(
@@ -123,12 +134,14 @@ def move_records(
     *,
     to_records: bool,
 ) -> None:
-    """Move pages[part[0]:part[1]] between the pools of groups and their records, on a stream.
+    """Move groups[0] to groups[1] - 1 of pages[part[0]:part[1]], on a stream.
 
+    Between the pools and that part of each record, packed: what lies beside it does not come along.
     Shapes: pages [n] int32 or int64 on the device; records one dimension of bytes, 16-byte aligned.
     """
     first, last = part
     first_tile, end = table.edges[groups[0]], table.edges[groups[1]]
+    begin, stop = table.bounds[groups[0]], table.bounds[groups[1]]
     grid = max(1, min(programs, (last - first) * (end - first_tile))), 1, 1
     given = (
         table.lines,
@@ -138,6 +151,8 @@ def move_records(
         last - first,
         first_tile,
         end - first_tile,
+        begin // table.width,
+        (stop - begin) // table.width,
         to_records,
         table.pairs,
         TILE,

@@ -7,10 +7,10 @@ stream: what it records there covers the whole move.
 
 Why so: a copy engine leaves the multiprocessors to compute, and a kernel that crosses the link does
 not. Measured on an H200, 1,024 scattered pages of DeepSeek-V4-Flash (fp8, 43 layers), pinned copies
-at 55.3 GB/s: this way loads at 53.6 to 54.7 GB/s and stores at 48.5 (no two host pages together),
-53.1 (runs of 4) or 54.9; beside a bf16 matmul loop both at 54.4, the loop keeping 92 to 97 % of
-its rate. Kernels over pinned memory: 48 to 49.5 GB/s, beside the loop loads at 38 with 77 % kept,
-stores at 46 with 32 %. Engines straight to pages of 46 KB: 45 to 51 GB/s, of 8 KB a tenth.
+at 55.3 GB/s: this way loads at 53.6 GB/s; beside a bf16 matmul loop loads and stores at 54.4, the
+loop keeping 92 to 97 % of its rate. Kernels over pinned memory: 48 to 49.5 GB/s, beside
+the loop loads at 38 with 77 % kept, stores at 46 with 32 %. Engines straight to pages of 46 KB: 45
+to 51 GB/s, of 8 KB a tenth.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,10 +30,11 @@ Direction = Literal["load", "store"]
 
 @frozen
 class Cut:
-    """How a transfer's pages become copies of some groups' records, a slot's worth at a time.
+    """How a transfer's pages become copies of a part of their records, a slot's worth at a time.
 
     Attributes:
-        on_host, in_slot, sizes: per run of consecutive host pages and group, in bytes.
+        on_host, in_slot, sizes: per copy, in bytes from the part's place in the first record, and
+            from where the slot begins.
         chunks: per slot its pages, and its copies: each first, and one past the last.
     """
 
@@ -47,45 +48,38 @@ class Cut:
 class MovedPages:
     """The pages of one transfer at both ends, in one order; keeps how they are cut into copies."""
 
-    __slots__ = ("_cuts", "_starts_run", "count", "device", "host")
+    __slots__ = ("_cuts", "count", "device", "host")
 
     def __init__(self, host: npt.NDArray[np.int64], device: Tensor) -> None:
         """Take page numbers: ``host`` [n], and ``device`` [n] int32 or int64 on the device."""
         self.host = host
         self.device = device
         self.count = len(host)
-        self._starts_run = np.empty(self.count, dtype=np.bool_)
-        self._starts_run[:1] = True
-        np.not_equal(host[1:], host[:-1] + 1, out=self._starts_run[1:])
-        self._cuts: dict[tuple[int, ...], Cut] = {}
+        self._cuts: dict[int, Cut] = {}
 
-    def cut(self, nbytes: tuple[int, ...], slot_nbytes: int) -> Cut:
-        """Return the copies of groups whose records have ``nbytes``; slots are of one size."""
+    def cut(self, nbytes: int, record_nbytes: int, slot_nbytes: int) -> Cut:
+        """Return the copies of ``nbytes`` of each record; records and slots are of one size."""
         found = self._cuts.get(nbytes)
         if found is None:
-            found = self._cuts[nbytes] = self._cut(nbytes, slot_nbytes // sum(nbytes))
+            found = self._cuts[nbytes] = self._cut(nbytes, record_nbytes, slot_nbytes // nbytes)
         return found
 
-    def _cut(self, nbytes: tuple[int, ...], per_slot: int) -> Cut:
-        starts_run = self._starts_run.copy()
-        starts_run[::per_slot] = True
-        starts = np.flatnonzero(starts_run)
-        lengths = np.diff(starts, append=self.count)
-        found = np.searchsorted(starts, [*range(0, self.count, per_slot), self.count])
-        edges: list[int] = (found * len(nbytes)).tolist()
-        ends = [min(page + per_slot, self.count) for page in range(0, self.count, per_slot)]
-        each = np.array(nbytes)
-        in_slot = (starts % per_slot)[:, None] * each
-        if len(nbytes) > 1:  # a slot holds all records of a group before those of the next
-            counts = np.minimum(self.count - starts // per_slot * per_slot, per_slot)
-            in_slot += counts[:, None] * (np.cumsum(each) - each)
+    def _cut(self, nbytes: int, record_nbytes: int, per_slot: int) -> Cut:
+        begins = np.ones(self.count, dtype=np.bool_)
+        if nbytes == record_nbytes:  # neighbours on the host are one piece
+            np.not_equal(self.host[1:], self.host[:-1] + 1, out=begins[1:])
+            begins[::per_slot] = True
+        starts = np.flatnonzero(begins)
+        firsts = range(0, self.count, per_slot)
+        edges: list[int] = np.searchsorted(starts, [*firsts, self.count]).tolist()
         return Cut(
-            on_host=(self.host[starts][:, None] * each).ravel().astype(np.uint64),
-            in_slot=in_slot.ravel().astype(np.uint64),
-            sizes=(lengths[:, None] * each).ravel().astype(np.uint64),
-            chunks=list(
-                zip(range(0, self.count, per_slot), ends, edges[:-1], edges[1:], strict=True)
-            ),
+            on_host=(self.host[starts] * record_nbytes).astype(np.uint64),
+            in_slot=(starts % per_slot * nbytes).astype(np.uint64),
+            sizes=(np.diff(starts, append=self.count) * nbytes).astype(np.uint64),
+            chunks=[
+                (page, min(page + per_slot, self.count), edges[number], edges[number + 1])
+                for number, page in enumerate(firsts)
+            ],
         )
 
 
@@ -149,7 +143,7 @@ class PageMover:
     def __init__(
         self,
         direction: Direction,
-        hosts: Sequence[Tensor],
+        host: Tensor,
         table: RecordTable,
         ring: StagingRing,
         programs: int,
@@ -158,13 +152,13 @@ class PageMover:
 
         Args:
             direction: which of the two ends is read.
-            hosts: per group its records [num_pages, nbytes] uint8, pinned, in one stretch.
+            host: records [num_pages, nbytes] uint8, pinned, in one stretch.
             table: where the pieces of records lie on the device.
-            ring: what they pass through; each group's record fits a slot.
+            ring: what they pass through; each group fits a slot.
             programs: bounds the multiprocessors that the kernel takes.
         """
         self._is_load = direction == "load"
-        self._hosts = np.array([host.data_ptr() for host in hosts], dtype=np.uint64)
+        self._address = host.data_ptr()
         self.table = table
         self.ring = ring
         self._programs = programs
@@ -197,17 +191,14 @@ class PageMover:
         )
 
     def move(self, groups: tuple[int, int], pages: MovedPages, main: torch.cuda.Stream) -> None:
-        """Queue the move of all pages' records of groups[0] to groups[1] - 1.
+        """Queue the move of groups[0] to groups[1] - 1 of all pages.
 
         ``main`` is the current stream; the move is over when it has got there.
         """
         ring = self.ring
-        nbytes = tuple(self.table.nbytes[groups[0] : groups[1]])
-        cut = pages.cut(nbytes, ring.slot_nbytes)
-        host: tuple[int, Numbers] = int(self._hosts[groups[0]]), cut.on_host
-        if len(nbytes) > 1:
-            runs = len(cut.sizes) // len(nbytes)
-            host = 0, cut.on_host + np.tile(self._hosts[groups[0] : groups[1]], runs)
+        begin, end = (self.table.bounds[number] for number in groups)
+        cut = pages.cut(end - begin, self.table.nbytes, ring.slot_nbytes)
+        host = self._address + begin, cut.on_host
         for first, last, *copies in cut.chunks:
 
             def cross(

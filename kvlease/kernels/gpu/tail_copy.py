@@ -78,16 +78,13 @@ class TailTable:
     Ownership: borrows rings and records for as long as it lives.
     """
 
-    def __init__(
-        self, groups: Sequence[tuple[Tensor, Sequence[TailPiece]]], device: torch.device
-    ) -> None:
-        """Lay out the tiles; per group its records [num_tails, nbytes] uint8 and its pieces."""
-        width = gcd(8, *(n for records, pieces in groups for n in _numbers(records, pieces)))
+    def __init__(self, records: Tensor, pieces: Sequence[TailPiece], device: torch.device) -> None:
+        """Lay out the tiles; records [num_tails, nbytes] uint8."""
+        width = gcd(8, *_numbers(records, pieces))
         self.dtype = _WORDS[width]
         lines: list[tuple[int, ...]] = []
-        for records, pieces in groups:
-            for piece in pieces:
-                lines.extend(_tiles(records, piece, width))
+        for piece in pieces:
+            lines.extend(_tiles(records, piece, width))
         self.lines = torch.tensor(lines, dtype=torch.int64).to(device)
 
 

@@ -1,8 +1,8 @@
 """Pages across the link: restores and stores of scattered pages, alone and beside a matmul.
 
-Pages are Flash's, all components of 43 layers, moved group by group as an engine's transfers move
-them. Device pages lie scattered; host pages lie as stores leave them, in runs of consecutive
-numbers, or scattered one by one. Rates count the components' bytes once.
+Pages are Flash's, all components of 43 layers, moved as an engine's transfers move them. Device
+pages lie scattered; host pages lie as stores leave them, in runs of consecutive numbers, or
+scattered one by one. Rates count the components' bytes once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from kvlease.kernels.gpu.carrier import Carrier, PageEnds
 from kvlease.kernels.gpu.staging import Direction
 from kvlease.protocols.geometries import StoreFormat, deepseek_v4_schema
-from kvlease.protocols.host_layout import page_groups
+from kvlease.protocols.host_layout import page_groups, record_nbytes
 from kvlease.services.bench.ceilings import Ceilings
 from kvlease.services.bench.figure import Figure, Spread
 from kvlease.services.bench.flash import flash_config
@@ -50,14 +50,17 @@ class _World:
         schema = deepseek_v4_schema(geometry, _PAGE_TOKENS, "bfloat16", formats, formats)
         self._formats = formats
         groups = page_groups(schema)
-        ends: list[PageEnds] = []
-        for group in groups:
-            host = torch.empty(_HOST_PAGES, group.nbytes, dtype=torch.uint8, pin_memory=True)
-            host.random_(0, 256)
-            pools = tuple((_pool(piece.nbytes), piece.offset) for piece in group.pieces)
-            ends.append(PageEnds(host, pools))
-        self._ends = ends
-        self._carrier = Carrier(ends, (), ends[0].pools[0][0].device)
+        self._num_groups = len(groups)
+        self._host = torch.empty(
+            _HOST_PAGES, record_nbytes(groups), dtype=torch.uint8, pin_memory=True
+        )
+        self._host.random_(0, 256)
+        pools = [
+            ([(_pool(piece.nbytes), piece.offset) for piece in group.pieces], group.nbytes)
+            for group in groups
+        ]
+        device = pools[0][0][0][0].device
+        self._carrier = Carrier(PageEnds(self._host, tuple(pools)), None, device)
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._nbytes = _NUM_PAGES * sum(p.nbytes for group in groups for p in group.pieces)
 
@@ -72,7 +75,7 @@ class _World:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 pages = self._carrier.pages(direction, *sides)
-                for group in range(len(self._ends)):
+                for group in range(self._num_groups):
                     pages.queue(group)
             torch.cuda.current_stream().wait_stream(self._stream)
 

@@ -25,7 +25,7 @@ def settle(device: str) -> None:
 
 PIECES = ((96, 33 * 1024, 48), (160,), (16, 32))
 """Bytes of the pieces of each group."""
-RECORDS = [sum(pieces) for pieces in PIECES]
+GROUPS = [sum(pieces) for pieces in PIECES]
 
 
 @pytest.mark.parametrize("direction", ["load", "store"])
@@ -38,21 +38,24 @@ RECORDS = [sum(pieces) for pieces in PIECES]
 def test_records_arrive_whole_and_alone(
     device: str, direction: Direction, ranges: list[tuple[int, int]], host_pages: list[int]
 ) -> None:
-    hosts = [host_memory((10, nbytes), device) for nbytes in RECORDS]
+    host = host_memory((10, sum(GROUPS)), device)
     pools = [
         [torch.randint(0, 256, (12, size), dtype=torch.uint8, device=device) for size in sizes]
         for sizes in PIECES
     ]
-    offsets = [[sum(sizes[:n]) for n in range(len(sizes))] for sizes in PIECES]
+    offsets = [
+        [sum(GROUPS[:g]) + sum(sizes[:n]) for n in range(len(sizes))]
+        for g, sizes in enumerate(PIECES)
+    ]
     table = RecordTable(
-        [(list(zip(pools[g], offsets[g], strict=True)), RECORDS[g]) for g in range(3)],
+        [(list(zip(pools[g], offsets[g], strict=True)), GROUPS[g]) for g in range(3)],
         torch.device(device),
     )
-    ring = StagingRing(torch.device(device), 3 * sum(RECORDS), 2, -1)
-    mover = PageMover(direction, hosts, table, ring, programs=2)
+    ring = StagingRing(torch.device(device), 3 * sum(GROUPS), 2, -1)
+    mover = PageMover(direction, host, table, ring, programs=2)
     device_pages = torch.randperm(12)[: len(host_pages)]
     pages = MovedPages(np.array(host_pages, dtype=np.int64), device_pages.int().to(device))
-    old_hosts = [host.clone() for host in hosts]
+    old_host = host.clone()
     old_pools = [[pool.clone() for pool in group] for group in pools]
 
     settle(device)
@@ -63,7 +66,6 @@ def test_records_arrive_whole_and_alone(
     settle(device)
 
     for g in range(3):
-        host, old_host = hosts[g], old_hosts[g]
         for pool, old, offset in zip(pools[g], old_pools[g], offsets[g], strict=True):
             size = pool.shape[1]
             if direction == "load":
@@ -71,4 +73,4 @@ def test_records_arrive_whole_and_alone(
             else:
                 old_host[host_pages, offset : offset + size] = pool[device_pages.to(device)].cpu()
             assert torch.equal(pool, old)
-        assert torch.equal(host, old_host)
+    assert torch.equal(host, old_host)

@@ -41,10 +41,7 @@ def test_tails_are_kept_and_brought_back(device: str, dtypes: int, boundaries: l
     numbers = torch.tensor([slots, places, boundaries], device=device)
     records = torch.randint(0, 256, (6, nbytes), dtype=torch.uint8, device=device)
     old = records.clone()
-    none = records[:, :0]
-    table = TailTable(
-        [(records, pieces[:1]), (none, ()), (records, pieces[1:])], torch.device(device)
-    )
+    table = TailTable(records, pieces, torch.device(device))
 
     move_tails(table, numbers, to_records=True)
 
