@@ -67,6 +67,9 @@ def test_what_would_take_for_ever_is_refused_at_once() -> None:
     for _ in range(60):
         deep = {"all": [deep]}
     assert "deeply" in (box(TREE).complaint("f", {"filter": deep}) or "")
+    many = box({"properties": {"a": {"items": {"anyOf": [{"const": n} for n in range(1000)]}}}})
+    assert many.complaint("f", {"a": [1] * 100}) is None
+    assert "too many" in (many.complaint("f", {"a": [1] * 10_000}) or "")
     pattern = box({"properties": {"a": {"pattern": r"^(a|a?)+(?=b)\1$"}}})
     assert pattern.complaint("f", {"a": "a" * 60 + "!"}) is not None
     assert time.perf_counter() - begun < 2
@@ -96,6 +99,11 @@ def test_deep_schemas_are_refused() -> None:
         schema = {"items": schema}
     with pytest.raises(BadInput, match="nests deeper"):
         box(schema)
+
+
+def test_large_schemas_are_refused() -> None:
+    with pytest.raises(BadInput, match="parts"):
+        box({"properties": {f"p{n}": {"type": "string"} for n in range(3000)}})
 
 
 def test_names_have_to_differ_and_to_be_writable() -> None:

@@ -19,6 +19,8 @@ _SAME_VALUE = frozenset(
 _FOREIGN = frozenset(["$dynamicRef", "$recursiveRef", "$anchor", "$dynamicAnchor", "$vocabulary"])
 _VERBATIM = frozenset(["const", "enum", "default", "examples", "required", "title"])
 _MAX_SCHEMA_DEPTH = 64
+MAX_PARTS = 5_000
+"""Schemas, keywords and names of one tool; large ones have a few hundred."""
 
 
 def _children(schema: dict[str, Json]) -> Iterator[tuple[str, list[dict[str, Json]]]]:
@@ -37,27 +39,26 @@ def _children(schema: dict[str, Json]) -> Iterator[tuple[str, list[dict[str, Jso
         yield keyword, [cast("dict[str, Json]", i) for i in items if isinstance(i, dict)]
 
 
-def check_references(schema: Json, depth: int = 0) -> bool:
-    """Return whether a schema has references; raises BadInput for those that are not local."""
+def check_schema(schema: Json, depth: int = 0) -> int:
+    """Count a schema's parts; raises BadInput for too many, and references that are not local."""
     if depth > _MAX_SCHEMA_DEPTH:
         raise BadInput(f"it nests deeper than {_MAX_SCHEMA_DEPTH}")
-    found = False
+    count = 1
     if isinstance(schema, list):
-        for item in cast("list[Json]", schema):
-            found |= check_references(item, depth + 1)
+        count += sum(check_schema(item, depth + 1) for item in cast("list[Json]", schema))
     elif isinstance(schema, dict):
         inner = cast("dict[str, Json]", schema)
         target = inner.get("$ref")
-        if isinstance(target, str):
-            found = True
-            if not re.fullmatch(r"#(/.*)?", target, re.DOTALL):
-                raise BadInput(f"the reference {target!r} is not local (#/...)")
+        if isinstance(target, str) and not re.fullmatch(r"#(/.*)?", target, re.DOTALL):
+            raise BadInput(f"the reference {target!r} is not local (#/...)")
         for keyword, held in inner.items():
             if keyword in _FOREIGN or (keyword == "$id" and depth):
                 raise BadInput(f"the keyword {keyword} is not supported")
             if keyword not in _VERBATIM:
-                found |= check_references(held, depth + 1)
-    return found
+                count += check_schema(held, depth + 1)
+    if count > MAX_PARTS:
+        raise BadInput(f"it has more than {MAX_PARTS} parts")
+    return count
 
 
 def _resolve(root: dict[str, Json], reference: str) -> dict[str, Json]:

@@ -11,11 +11,13 @@ from typing import Protocol, cast, final
 from attrs import frozen
 
 from kvlease.errors import BadInput
-from kvlease.services.tool_calls.schema_cost import CostCounter, check_references
+from kvlease.services.tool_calls.schema_cost import CostCounter, check_schema
 from kvlease.services.tool_calls.strict_json import MAX_DEPTH
 
 MAX_COST = 2_000
 """How often one value may be looked at; schemas without recursion need a few dozen."""
+MAX_WORK = 1_000_000
+"""How many looks all values of a call's arguments may take together; a second or so."""
 MAX_BACKTRACKING = 10_000
 """Steps back that one pattern may take on one string."""
 _MAX_MESSAGE = 300
@@ -75,18 +77,20 @@ class _Checker:
     def __init__(self, tool: ToolSpec) -> None:
         schema = tool.parameters or {}
         try:
-            has_references = check_references(schema)
+            check_schema(schema)
         except BadInput as error:
             raise BadInput(f"the parameters of tool {tool.name!r}: {error}") from error
-        self._costs = CostCounter(schema, MAX_COST) if has_references else None
+        self._costs = CostCounter(schema, MAX_COST)
         self._validator = _compile(tool) if schema else None
 
     def complaint(self, arguments: dict[str, object]) -> str | None:
         """Return what is wrong with arguments, or None."""
         if self._validator is None:
             return None
-        if self._costs is not None and self._costs.cost(_depth(arguments)) > MAX_COST:
-            return "they nest too deeply to be checked against this schema"
+        depth, count = _size(arguments)
+        cost = self._costs.cost(depth)
+        if cost > MAX_COST or cost * count > MAX_WORK:
+            return "they nest too deeply, or are too many, to be checked against this schema"
         failure = next(self._validator.iter_errors(arguments), None)
         if failure is None:
             return None
@@ -94,12 +98,19 @@ class _Checker:
         return f"{where + ': ' if where else ''}{failure.message[:_MAX_MESSAGE]}"
 
 
-def _depth(value: object) -> int:
+def _size(value: object) -> tuple[int, int]:
+    """Return how deep a value nests, and how many values it has; parsers have bounded the depth."""
     if isinstance(value, dict):
-        return 1 + max(map(_depth, cast("dict[str, object]", value).values()), default=0)
-    if isinstance(value, list):
-        return 1 + max(map(_depth, cast("list[object]", value)), default=0)
-    return 0
+        inner: Iterable[object] = cast("dict[str, object]", value).values()
+    elif isinstance(value, list):
+        inner = cast("list[object]", value)
+    else:
+        return 0, 1
+    depth, count = 0, 1
+    for item in inner:
+        its_depth, its_count = _size(item)
+        depth, count = max(depth, its_depth), count + its_count
+    return depth + 1, count
 
 
 @final
