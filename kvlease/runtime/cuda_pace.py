@@ -47,7 +47,7 @@ class Pace:
         """Know nothing yet; ``share`` of a core may be spent on looking."""
         self.since = 0.0
         self._share = share
-        self._early_s = 4 * LOOK_S / share
+        self._early_s = 6 * LOOK_S / share
         self._late_s = LOOK_S / share
         self._last_look = 0.0
         self._recent: deque[float] = deque(maxlen=MEMORY)

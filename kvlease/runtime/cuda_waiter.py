@@ -19,7 +19,7 @@ import trio
 
 from kvlease.errors import DeadlineExceeded, InternalError, UsageError
 from kvlease.runtime.completions import CpuCompletion
-from kvlease.runtime.cuda_pace import LOOK_S, Pace
+from kvlease.runtime.cuda_pace import Pace
 from kvlease.runtime.cuda_spin import fine_timers
 
 Passed = Callable[[BaseException | None], None]
@@ -31,7 +31,9 @@ SAVED_S = 5e-3
 """How much of the waiter's budget is kept for later."""
 SHORT_S = 250e-6
 """Sleeps shorter than this are not ended by new points: being woken costs more than it gains."""
-POINT_S = 40e-6
+THRIFT_S = 30e-6
+"""Between looks at a point that is due, where there is no budget for watching it closely."""
+POINT_S = 60e-6
 """What the budget gains with each point that was passed: that much is spent on telling of it."""
 AT_ONCE = 8
 """Points of one stream that are told of before the others get their turn: telling takes time."""
@@ -256,7 +258,7 @@ class CudaWaiter:
                 elif point is not None and self._has_budget():
                     point.spin(self._spin)
                 elif point is not None:
-                    self._sleep(LOOK_S / self._share)
+                    self._sleep(THRIFT_S)
         except BaseException as error:
             self._failure = error
             self._fail_all(error)

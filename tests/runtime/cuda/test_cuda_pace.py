@@ -86,7 +86,7 @@ def test_where_nothing_is_known_the_first_look_does_not_wait_for_ever() -> None:
     pace = Pace(SHARE)
     pace.began(1.0)
     assert 0 < pace.next_look_s(1.0, 0) <= LOOK_S / SHARE
-    assert pace.rare_look_s() == 4 * LOOK_S / SHARE
+    assert pace.rare_look_s() == 6 * LOOK_S / SHARE
 
 
 def test_a_point_behind_others_is_expected_after_them() -> None:

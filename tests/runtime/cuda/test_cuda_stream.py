@@ -109,8 +109,8 @@ async def test_the_device_tells_how_long_a_stream_stood_still(device: Device) ->
             scope.wait(last)
             await scope.record().wait_done()
             assert [completion for completion, _ in held][:1] == [late]
-            assert 0.5 * seconds < held[0][1] < 3 * seconds + 0.1
-            assert sum(each for _, each in held[1:]) < 0.5 * seconds
+            assert held[0][1] > 0.5 * seconds
+            assert sum(each for _, each in held[1:]) < 0.5 * held[0][1]
         held.clear()
         before = load.record()
         await before.wait_done()
