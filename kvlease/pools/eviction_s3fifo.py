@@ -165,7 +165,8 @@ class S3FifoOrder:
         return True
 
     def _hits(self, node: Node, place: _Place) -> int:
-        return min(MOST_HITS, node.hits - place.spent_hits)
+        # A match that is taken back takes its hit along, which may have been spent already.
+        return max(0, min(MOST_HITS, node.hits - place.spent_hits))
 
     def _next_number(self) -> int:
         self._numbers += 1

@@ -1,6 +1,7 @@
 """The eviction orders: the lazy heap, what is planned for write-back, and S3-FIFO's queues."""
 
 import gc
+import signal
 from array import array
 
 from hypothesis import given
@@ -108,6 +109,35 @@ def test_s3fifo_remembers_what_it_evicted() -> None:
     serve(index, [2], 6)
     # The returned pages stand in the main queue; its new end page does not.
     assert list(index.evict_device(2).device_pages) == [2, 5]
+    index.check()
+
+
+def test_s3fifo_ends_although_a_hit_that_was_spent_is_taken_back() -> None:
+    """Found by the scenario ``keeping``: whoever looked at a prefix while it was loaded, and drops
+    it afterwards, left its edge with fewer hits than it had spent, and eviction never ended.
+    """
+
+    def give_up(_signal: int, _frame: object) -> None:
+        raise AssertionError("the eviction does not end")
+
+    index = PrefixIndex(PAGE_BYTES, needs_tail=False, policy="s3fifo")
+    tokens = bytes(PAGE_BYTES) + (1).to_bytes(PAGE_BYTES, "big")
+    serve(index, [0, 1], 0)
+    match = index.match(b"a", tokens, 2)
+    index.attach_host([match.cursor.node], array("i", [0, 1]), None)
+    index.release(match.cursor)
+    index.evict_device(2)  # which remembers it, so that it comes back into the main queue
+    looking = index.match(b"a", tokens, 2)
+    index.attach_device(looking.to_load, array("i", [2, 3]), "load")
+    index.arrived("load")
+    index.abandon(looking.cursor)
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(20)
+    try:
+        assert sorted(index.evict_device(2).device_pages) == [2, 3]
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
     index.check()
 
 
