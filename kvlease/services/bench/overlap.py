@@ -60,7 +60,7 @@ async def _gate(ceilings: Ceilings, schema: Schema, model: ModelRunner, name: st
         for _ in range(_ROUNDS):
             warm = await answer(engine, prefix + prompts.of(_NEW), 1)
             near.append((warm.ttft_s or 0.0) * 1e3)
-            await leave_on_host(engine, prefix)
+            await leave_on_host(engine)
             cold = await answer(engine, prefix + prompts.of(_NEW), 1)
             if cold.usage.hit_host >= LONG - 2 * PAGE_TOKENS:
                 far.append((cold.ttft_s or 0.0) * 1e3)

@@ -116,7 +116,7 @@ async def _restores(engine: Engine, prompts: Prompts) -> list[Figure]:
         first = await answer(engine, prefix + prompts.of(256), 1)
         computed.append((first.ttft_s or 0.0) * 1e3)
         for _ in range(3):
-            await leave_on_host(engine, prefix)
+            await leave_on_host(engine)
             again = await answer(engine, prefix + prompts.of(256), 1)
             if again.usage.hit_host:
                 restored.append((again.ttft_s or 0.0) * 1e3)
