@@ -32,11 +32,12 @@ class Window(NamedTuple):
     """Rows of the window; ``at`` [N] says where a row's lie.
 
     RING: the ring's slot. SPAN: the row of the query's own position, the last of its window.
-    LIST: packed rows by flat address, at [N, WINDOW].
+    LIST: packed rows by flat address, at [N, limit].
     """
 
     base: Tensor | None
     at: Tensor | None
+    limit: int
     page_stride: int
     scale_at: int
 

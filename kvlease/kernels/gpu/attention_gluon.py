@@ -96,8 +96,11 @@ def fetch(
             at = chosen.rows + row.to(gl.int64) * chosen.limit + slots // PAGE
             page = gl.load(at, mask=wanted, other=-1)
             address = gl.where(page < 0, page, page * PAGE + slots % PAGE)
-        if NEAR == "none" or NEAR == "list":
+        if NEAR == "none":
             return address
+        elif NEAR == "list":
+            at = window.at + n.to(gl.int64) * window.limit + slots
+            return gl.where(near, gl.load(at, mask=near & (slots < count), other=-1), address)
         else:
             return gl.where(near & (slots < count), slots, address)
 
@@ -210,7 +213,7 @@ def finish(
     where = row * queries.num_heads * D + (heads * D)[:, None] + columns[None, :]
     is_head = (heads < queries.num_heads)[:, None]
     if SPLITS == 1:
-        acc = acc / gl.convert_layout(total, gl.SliceLayout(1, SUMS))[:, None]
+        acc = acc * (1.0 / gl.convert_layout(total, gl.SliceLayout(1, SUMS)))[:, None]
         if TURN:
             acc = rotate_back(acc, turn, position, D, ROPE, HEADS, SUMS)
         gl.store(queries.out + where, acc.to(gl.bfloat16), mask=is_head)

@@ -8,6 +8,7 @@ from torch import Tensor
 from kvlease.kernels.gpu.attention_combine import combine
 from kvlease.kernels.gpu.attention_core import Chosen, Partial, Queries, Turn, Window
 from kvlease.kernels.gpu.attention_narrow import attend_narrow
+from kvlease.kernels.gpu.attention_narrow_packed import attend_narrow_packed
 from kvlease.kernels.gpu.attention_packed import attend_packed
 from kvlease.kernels.gpu.attention_plain import attend_plain
 from kvlease.kernels.gpu.attention_plan import Plan, Work
@@ -15,6 +16,12 @@ from kvlease.kernels.gpu.attention_wide import attend_wide
 from kvlease.kernels.gpu.attention_wide_packed import attend_wide_packed
 
 LOG2_E = 1.4426950408889634
+KERNELS = {
+    "simple": (attend_plain, attend_packed),
+    "wide": (attend_wide, attend_wide_packed),
+    "narrow": (attend_narrow, attend_narrow_packed),
+}
+"""By schedule: the kernel for plain rows, and the one for packed rows."""
 
 
 @frozen
@@ -140,27 +147,25 @@ def launch(
         )
     pdl = plan.splits > 1 and isinstance(combine, triton.JITFunction)
     near, near_kind = _window(window)
-    far, options = _chosen(chosen, width)
-    kernel = attend_packed if "ROW" in options else attend_plain
-    if kernel is attend_packed:
-        options["NEAR_PAGED"] = window.pool.paged if isinstance(window, Listed) else 0
+    far, options = _chosen(chosen)
     rope = turn.cos.shape[1] * 2 if turn is not None else 0
     if chosen is not None and chosen.pool.is_packed:
         rope = chosen.pool.rope
     options |= {"D": width, "ROPE": rope, "SPLITS": plan.splits, "WINDOW": window_keys}
     options |= {"NEAR": near_kind, "TURN": turn is not None, "PDL": pdl, "num_warps": plan.warps}
+    is_packed = "ROW" in options
+    if is_packed:
+        options["NEAR_PAGED"] = window.pool.paged if isinstance(window, Listed) else 0
     if plan.schedule == "narrow":
-        kernel = attend_narrow
-        options |= {"HEADS": plan.heads, "KEYS": plan.keys}
         work = work_of(rows, window, chosen, window_keys)
         options["TILES"] = -(-work.tiles(plan.keys) // plan.splits)
-    elif plan.schedule == "wide":
-        kernel = attend_wide_packed if "ROW" in options else attend_wide
-        for name in ("A", "B", "C", "NEAR_PAGED"):
-            options.pop(name, None)
-    else:
+        options |= {"HEADS": plan.heads, "KEYS": plan.keys}
+    elif plan.schedule == "simple":
         options |= {"BLOCK_H": plan.heads, "BK": min(plan.keys, window_keys)}
         options["STAGES"] = plan.stages
+        if is_packed:
+            options |= zip("ABC", packed_parts(width - rope), strict=True)
+    kernel = KERNELS[plan.schedule][is_packed]
     grid = (num_rows, triton.cdiv(num_heads, plan.heads), plan.splits)
     kernel[grid](queries, near, far, turn, partial, **options)
     if plan.splits > 1:
@@ -214,16 +219,17 @@ def work_of(
 
 def _window(window: Ring | Span | Listed | None) -> tuple[Window, str]:
     if window is None:
-        return Window(None, None, 0, 0), "none"
+        return Window(None, None, 0, 0, 0), "none"
     if isinstance(window, Listed):
-        pool = window.pool
-        return Window(pool.base, window.index, pool.base.stride(0), pool.scale_start), "list"
+        pool, index = window.pool, window.index
+        stride, scale_at = pool.base.stride(0), pool.scale_start
+        return Window(pool.base, index, index.shape[1], stride, scale_at), "list"
     if isinstance(window, Ring):
-        return Window(window.base, window.slots, 0, 0), "ring"
-    return Window(window.base, window.own, 0, 0), "span"
+        return Window(window.base, window.slots, 0, 0, 0), "ring"
+    return Window(window.base, window.own, 0, 0, 0), "span"
 
 
-def _chosen(chosen: Listed | Visible | None, width: int) -> tuple[Chosen, dict[str, object]]:
+def _chosen(chosen: Listed | Visible | None) -> tuple[Chosen, dict[str, object]]:
     if chosen is None:
         nothing = Chosen(None, None, None, 0, 1, 0, 0)
         return nothing, {"CHOSEN": "none", "PAGE": 1, "PAGED": 0}
@@ -237,8 +243,7 @@ def _chosen(chosen: Listed | Visible | None, width: int) -> tuple[Chosen, dict[s
     )
     options: dict[str, object] = {"CHOSEN": kind, "PAGE": pool.page_rows, "PAGED": pool.paged}
     if pool.is_packed:
-        a, b, c = packed_parts(width - pool.rope)
-        options |= {"ROW": pool.row_stride, "SCALE_ROW": pool.scale_stride, "A": a, "B": b, "C": c}
+        options |= {"ROW": pool.row_stride, "SCALE_ROW": pool.scale_stride}
     return far, options
 
 

@@ -45,6 +45,27 @@ def all_addresses(
 
 
 @gluon.jit
+def weigh_all(
+    queries, keys, matches, first_head, D: gl.constexpr, SPLITS: gl.constexpr,
+    HEADS: gl.constexpr, KEYS: gl.constexpr, TILES: gl.constexpr, LOGITS: gl.constexpr,
+):  # fmt: skip
+    """Return the softmax over all tiles at once times their keys, its peak and its total."""
+    peak, total = share.first_stats(queries, first_head, SPLITS, HEADS, gl.SliceLayout(1, LOGITS))
+    best = matches[0]
+    for t in gl.static_range(1, TILES):
+        best = gl.maximum(best, matches[t])
+    top = gl.maximum(peak, gl.max(best, axis=1))
+    mass = gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS)
+    acc = gl.full([HEADS, D], 0.0, gl.float32, LOGITS)
+    for t in gl.static_range(TILES):
+        weights = gl.exp2(matches[t] - top[:, None])
+        mass += weights
+        p = gl.convert_layout(weights.to(gl.bfloat16), gl.DotOperandLayout(0, LOGITS, 2))
+        acc = mma_v2(p, keys.index(t).load(gl.DotOperandLayout(1, LOGITS, 2)), acc)
+    return acc, top, total * gl.exp2(peak - top) + gl.sum(mass, axis=1)
+
+
+@gluon.jit
 def attend_narrow(
     queries, window, chosen, turn, partial, D: gl.constexpr, ROPE: gl.constexpr,
     SPLITS: gl.constexpr, WINDOW: gl.constexpr, NEAR: gl.constexpr, CHOSEN: gl.constexpr,
@@ -68,24 +89,14 @@ def attend_narrow(
                         NEAR, CHOSEN, PAGED, COPY)  # fmt: skip
     seen = all_addresses(window, chosen, n, count, limit, first, last, far, NEAR, CHOSEN, PAGE,
                          KEYS, TILES, gl.SliceLayout(0, LOGITS))  # fmt: skip
-    peak, total = share.first_stats(queries, first_head, SPLITS, HEADS, gl.SliceLayout(1, LOGITS))
     matches = ()
-    best = gl.full([HEADS, KEYS], -float("inf"), gl.float32, LOGITS)
     for t in gl.static_range(TILES):
         async_copy.wait_group(TILES - 1 - t)
         gl.thread_barrier()
         logits = logits_of(q, keys.index(t), HEADS, KEYS, D, LOGITS) * queries.scale
         logits = gl.where((seen[t] >= 0)[None, :], logits, -float("inf"))
-        best = gl.maximum(best, logits)
         matches = matches + (logits,)  # noqa: RUF005 - Triton knows no unpacking
-    top = gl.maximum(peak, gl.max(best, axis=1))
-    mass = gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS)
-    acc = gl.full([HEADS, D], 0.0, gl.float32, LOGITS)
-    for t in gl.static_range(TILES):
-        weights = gl.exp2(matches[t] - top[:, None])
-        mass += weights
-        p = gl.convert_layout(weights.to(gl.bfloat16), gl.DotOperandLayout(0, LOGITS, 2))
-        acc = mma_v2(p, keys.index(t).load(gl.DotOperandLayout(1, LOGITS, 2)), acc)
-    total = total * gl.exp2(peak - top) + gl.sum(mass, axis=1)
+    acc, top, total = weigh_all(queries, keys, matches, first_head, D, SPLITS, HEADS, KEYS, TILES,
+                                LOGITS)  # fmt: skip
     share.finish(acc, top, total, queries, partial, turn, n, position, first_head, D, ROPE,
                  SPLITS, TURN, HEADS, LOGITS, LOGITS)  # fmt: skip

@@ -6,8 +6,8 @@ from typing import Literal
 import torch
 from attrs import frozen
 
-_MOST_TILES = 5
-"""Tiles of 32 keys that the narrow schedule holds at once."""
+_MOST_TILES, _MOST_PACKED_TILES = 5, 3
+"""Tiles of 32 keys that the narrow schedule holds at once, of plain and of packed rows."""
 
 
 @frozen
@@ -57,10 +57,11 @@ class Work:
 
 def plan_decode(work: Work) -> Plan:
     """Cut few rows so that the whole device takes part."""
-    if work.is_hopper and not work.is_packed:
-        tiles = -(-work.tiles(32) // work.room(16))
-        if tiles <= _MOST_TILES:
-            return Plan(16, 32, -(-work.tiles(32) // tiles), 4, schedule="narrow")
+    if work.is_hopper:
+        for heads in (16, 32) if work.is_packed else (16,):
+            tiles = -(-work.tiles(32) // work.room(heads))
+            if tiles <= (_MOST_PACKED_TILES if work.is_packed else _MOST_TILES):
+                return Plan(heads, 32, -(-work.tiles(32) // tiles), 4, schedule="narrow")
     if work.is_hopper and work.heads > 32:
         # a share of one tile costs more to join than it saves
         splits = min(-(-work.tiles(64) // 2), work.room(64))
