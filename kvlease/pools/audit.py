@@ -131,7 +131,7 @@ class Audit:
         keys = self._follow(trail, behind.tobytes(), full)
         if not keys:
             return None
-        pages = index_tensor(lease.pages[number] for number in keys)
+        pages = index_tensor([lease.pages[number] for number in keys])
         if tail is not None and tail[0] // self._page_tokens - 1 not in keys:
             tail = None
         tail_key = b"" if tail is None else keys[tail[0] // self._page_tokens - 1]
@@ -221,7 +221,7 @@ class Check:
         known = {n: s for n, s in sums.items() if s is not None and s.key == keys[n]}
         self._strangers = [number for number in keys if number not in known]
         self._sums = known
-        self._pages = index_tensor(self._ids[number] for number in known)
+        self._pages = index_tensor([self._ids[number] for number in known])
         self._resumed = resumed
         self._summer = summer
         self._taken: list[_TakenPart] = []

@@ -31,9 +31,9 @@ from kvlease.protocols.schema import Schema, TailComponent
 from kvlease.units import TransferId
 
 
-def index_tensor(numbers: Iterable[int]) -> torch.Tensor:
+def index_tensor(numbers: Sequence[int]) -> torch.Tensor:
     """Return page or slot numbers as [n] int64, owned by the caller (R13)."""
-    return torch.from_numpy(np.fromiter(numbers, dtype=np.int64))
+    return torch.from_numpy(np.array(numbers, dtype=np.int64))
 
 
 Mover = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], int]
@@ -159,12 +159,11 @@ def _group_orders(
     move: Move,
 ) -> Iterator[CopyOrder]:
     count, places = numbers[0].numel(), partial(_numbers, numbers[1])
-    nbytes, tier = dict(ends[0].parts), _tier_read(kind)
-    for first, last in ranges:
-        names = list(chain.from_iterable(records.names[first:last]))
-        parts = tuple([CopyPart(*name, count * nbytes[name]) for name in names])
-        run = partial(carry, move, first, sum([part.nbytes for part in parts]))
-        target = partial(_grouped_bytes, ends[1].memory, names, numbers[1])
+    tier = _tier_read(kind)
+    for groups in ranges:
+        parts = records.parts(groups, count)
+        run = partial(carry, move, groups[0], sum([part.nbytes for part in parts]))
+        target = partial(_grouped_bytes, ends[1].memory, records.names[slice(*groups)], numbers[1])
         yield CopyOrder(transfer, kind, tier, parts, run, places, target)
 
 
@@ -173,8 +172,9 @@ def _tier_read(kind: Direction) -> CacheTier:
 
 
 def _grouped_bytes(
-    memory: Mapping[Part, torch.Tensor], names: Sequence[Part], ids: torch.Tensor
+    memory: Mapping[Part, torch.Tensor], groups: Iterable[Sequence[Part]], ids: torch.Tensor
 ) -> list[memoryview]:
+    names = chain.from_iterable(groups)
     return [piece for name in names for piece in _numbered_bytes(memory[name], ids)]
 
 
@@ -348,7 +348,8 @@ def resume_orders(
             one, parts = way(part), (CopyPart(*part, nbytes),)
             yield CopyOrder(transfer, kind, tier, parts, one.run, places, one.memory)
         return
-    for group, parts in enumerate(store.group_parts):
+    for group in range(len(records.groups)):
+        parts = records.parts((group, group + 1), 1)
         run = partial(carry, move, group, sum([part.nbytes for part in parts]))
         target = partial(_resumed_bytes, way, records.names[group])
         yield CopyOrder(transfer, kind, tier, parts, run, places, target)

@@ -10,10 +10,13 @@ import torch
 
 from kvlease.pools.carriage import Carrier
 from kvlease.protocols.host_layout import LayerGroup, record_nbytes
+from kvlease.protocols.ports import CopyPart
 from kvlease.units import LayerId
 
 Allocate = Callable[[int], torch.Tensor]
 """Returns so many bytes of memory, [n] uint8."""
+_REMEMBERED = 1000
+"""Ranges of groups for which `Records.parts` remembers the answer."""
 
 
 @final
@@ -42,6 +45,24 @@ class Records:
             tuple((piece.layer, piece.component) for piece in group.pieces) for group in groups
         )
         """The components of each group, in layer order."""
+        self._parts: dict[tuple[int, int, int], tuple[CopyPart, ...]] = {}
+
+    def parts(self, groups: tuple[int, int], count: int) -> tuple[CopyPart, ...]:
+        """Return what ``count`` records have in groups[0] to groups[1] - 1, in layer order.
+
+        Remembered: planning a load would spend most of its time on this.
+        """
+        key = (*groups, count)
+        found = self._parts.get(key)
+        if found is None:
+            if len(self._parts) == _REMEMBERED:
+                self._parts.clear()
+            found = self._parts[key] = tuple(
+                CopyPart(piece.layer, piece.component, count * piece.nbytes)
+                for group in self.groups[slice(*groups)]
+                for piece in group.pieces
+            )
+        return found
 
     def component(
         self, layer: LayerId, component: str, dtype: torch.dtype, shape: tuple[int, int]

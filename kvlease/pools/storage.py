@@ -16,7 +16,6 @@ from kvlease.errors import ConfigError
 from kvlease.pools.pinned import pinned_bytes
 from kvlease.pools.records import Records
 from kvlease.protocols.host_layout import LayerGroup, page_groups, tail_groups
-from kvlease.protocols.ports import CopyPart
 from kvlease.protocols.schema import RowFormat, Schema, SpanComponent, TailComponent
 from kvlease.units import LayerId
 
@@ -197,12 +196,6 @@ class TailStore:
             if tail.kept_rows
         )
         """Every component that is kept, in layer order, with its bytes of one tail."""
-        nbytes = dict(self.parts)
-        self.group_parts = tuple(
-            tuple(CopyPart(*name, nbytes[name]) for name in names)
-            for names in (() if self.records is None else self.records.names)
-        )
-        """What moves with each group of its records."""
         for layer_id, tail in tail_components(schema):
             if tail.kept_rows:
                 dtype, _ = row_shape(tail.format)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import final
 
@@ -71,7 +71,7 @@ class Bench:
             *range(half * second, half * (second + 1)),
         ]
 
-    def poison(self, there: Iterable[int]) -> None:
+    def poison(self, there: Sequence[int]) -> None:
         """Fill device pages with NaN bytes, in the order of the calling worker's queue."""
         pages = index_tensor(there)
         for part in PARTS:
