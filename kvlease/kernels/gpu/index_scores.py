@@ -68,7 +68,7 @@ def _decode_scores(
     table_stride, out_stride, PAGE_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
     SCALE_PAGE_STRIDE: tl.constexpr, SCALE_ROW_STRIDE: tl.constexpr, PAGE_ROWS: tl.constexpr,
     WIDTH: tl.constexpr, HEADS: tl.constexpr, RATIO: tl.constexpr, SEQUENCES: tl.constexpr,
-    STAGES: tl.constexpr, GROUPS: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, COPIES: tl.constexpr, GROUPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
@@ -104,7 +104,8 @@ def _decode_scores(
             row = (n - begin) * PAGE_ROWS + rows
             tl.store(out + sequence * out_stride + row, scores, mask=row < visible)
             if GROUPS > 0:
-                top = tops + sequence * GROUPS + row % GROUPS
+                copy = sequence * COPIES + row // GROUPS % COPIES
+                top = tops + copy * GROUPS + row % GROUPS
                 tl.atomic_max(top, top_of(scores), mask=row < visible, sem="relaxed")
         page = stop
 
@@ -129,7 +130,7 @@ def decode_scores(
     Shapes: queries [B, H, D], e4m3 (over e4m3 keys only) or bf16, H a multiple of 16;
     head_weights [B, H] float32 with every scale already in, that of e4m3 queries too; table [B, P]
     int32; positions [B] int32; out [B, L] float32. ``programs``: how many share the work, a few
-    for each multiprocessor. ``tops``: [B, groups] int32 of the plan of a top-k that follows
+    for each multiprocessor. ``tops``: those of the plan of a top-k that follows
     (`topk.LongRows`), raised here, so that it need not read the scores for them.
     """
     num_sequences, num_heads, _ = queries.shape
@@ -150,7 +151,8 @@ def decode_scores(
         RATIO=ratio,
         SEQUENCES=triton.next_power_of_2(num_sequences),
         STAGES=5 if keys.scales is not None else 3,
-        GROUPS=0 if tops is None else tops.shape[1],
+        COPIES=1 if tops is None else tops.shape[1],
+        GROUPS=0 if tops is None else tops.shape[2],
         EARLY=queries.is_cuda,
         num_warps=4,
     )

@@ -91,7 +91,7 @@ def prefill_scores(
     what the last query sees or more.
     """
     num_queries, num_heads, _ = queries.shape
-    tile, each = 256, 256
+    tile, each = 128, 128
     _prefill_scores[(triton.cdiv(out.shape[1], tile), triton.cdiv(num_queries, each))](
         queries,
         head_weights,
@@ -107,6 +107,6 @@ def prefill_scores(
         RATIO=ratio,
         TILE=tile,
         QUERIES=each,
-        STAGES=3,
-        num_warps=8,
+        STAGES=4,
+        num_warps=4,
     )

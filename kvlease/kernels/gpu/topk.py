@@ -25,8 +25,12 @@ PART = 16384
 """Scores that one program of the general kernels holds."""
 LISTS = 32
 LIST_PART = 2048
-TOPS_PART = 4096
-_PER_WARP = 2048
+LAST_WARPS = 8
+COPIES = 8
+"""Copies of the tops of a single row, so that raising them does not wait in line."""
+_PER_WARP = 512
+_FEW = 64
+"""Programs that are enough to read a step's scores once."""
 
 
 @frozen
@@ -35,8 +39,8 @@ class LongRows:
 
     Attributes:
         part: scores of a row that one program lists.
-        tops: [num_queries, groups] int32, maxima of a row's scores by index modulo the number of
-            groups; NO_TOP between calls, unless the scores kernel has raised them.
+        tops: [num_queries, copies, groups] int32, maxima of a row's scores by index modulo the
+            number of groups; NO_TOP between calls, unless the scores kernel has raised them.
         lists: [num_queries, LISTS, groups] int32, rows that reach the floor.
         counts: [num_queries, LISTS] int32, how many each list holds.
         brackets: [num_queries, 2] int32, where the bar lies.
@@ -101,7 +105,7 @@ class TopkPlan:
             least = min(LIST_PART, part)
             long = LongRows(
                 max(least, 2 * groups, triton.next_power_of_2(-(-max_rows // LISTS))),
-                memory(groups).fill_(NO_TOP),
+                memory(max(1, COPIES // num_queries), groups).fill_(NO_TOP),
                 memory(LISTS, groups),
                 memory(LISTS),
                 memory(2),
@@ -163,10 +167,13 @@ def _choose_long(
 ) -> None:
     scores, positions, *_, table, out = query
     num_queries, width = scores.shape
-    stride, groups, rest = scores.stride(0), common["GROUPS"], dict(common)
-    del rest["K"]
+    stride, groups = scores.stride(0), common["GROUPS"]
+    common = {**common, "COPIES": long.tops.shape[1]}
     if not has_tops:
-        part = max(long.part, min(TOPS_PART, triton.next_power_of_2(width)))
+        rest = {name: value for name, value in common.items() if name != "K"}
+        # few programs, so that few maxima are raised, but enough to read fast
+        fair = triton.next_power_of_2(num_queries * width // _FEW)
+        part = max(long.part, min(PART, fair, triton.next_power_of_2(width)))
         raise_tops[(num_queries, triton.cdiv(width, part))](
             scores, positions, long.tops, stride,
             PAIRS=part // (2 * groups), num_warps=_warps(part), **rest,
@@ -179,7 +186,7 @@ def _choose_long(
     strides = (stride, out.stride(0), long.tops.stride(0), long.lists.stride(0), table.stride(0))
     choose_listed[(num_queries,)](
         *query, *lists, long.flags, *strides, PART=long.part, LISTS=LISTS,
-        PARTS=triton.next_power_of_2(triton.cdiv(width, long.part)), num_warps=4,
+        PARTS=triton.next_power_of_2(triton.cdiv(width, long.part)), num_warps=LAST_WARPS,
         **common, **pages,
     )  # fmt: skip
 

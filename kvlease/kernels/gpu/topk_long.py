@@ -30,8 +30,8 @@ from kvlease.kernels.gpu.topk_narrow import (
 
 @triton.jit(do_not_specialize=["scores_stride"])
 def raise_tops(
-    scores, positions, tops, scores_stride,
-    RATIO: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr, EARLY: tl.constexpr,
+    scores, positions, tops, scores_stride, RATIO: tl.constexpr, PAIRS: tl.constexpr,
+    GROUPS: tl.constexpr, COPIES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Raise a row's tops to the maxima of one part of its scores."""
     row = tl.program_id(0).to(tl.int64)
@@ -45,14 +45,16 @@ def raise_tops(
         seen = lanes_of(PAIRS, GROUPS) < visible - start
         x = tl.max(tl.max(tl.load(at, mask=seen, other=float("-inf")), axis=1), axis=0)
         groups = tl.arange(0, GROUPS)
-        tl.atomic_max(tops + row * GROUPS + groups, top_of(x), mask=groups < visible, sem="relaxed")
+        copy = row * COPIES + tl.program_id(1) % COPIES
+        at = tops + copy * GROUPS + groups
+        tl.atomic_max(at, top_of(x), mask=groups < visible, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["scores_stride"])
 def list_above(
     scores, positions, tops, lists, counts, brackets, scores_stride,
     K: tl.constexpr, RATIO: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr,
-    LISTS: tl.constexpr, EARLY: tl.constexpr,
+    COPIES: tl.constexpr, LISTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """List which scores of one part reach the floor, in order, and leave the bracket of the bar."""
     row = tl.program_id(0).to(tl.int64)
@@ -67,8 +69,9 @@ def list_above(
         at = pointers_of(scores + row * scores_stride + start, PAIRS, GROUPS)
         lanes = lanes_of(PAIRS, GROUPS)
         x = tl.load(at, mask=lanes < visible - start, other=float("-inf"))
-        keys = tl.load(tops + row * GROUPS + tl.arange(0, GROUPS))
-        keys = keys.to(tl.uint32, bitcast=True) ^ 0x80000000
+        copies = tl.arange(0, COPIES)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+        best = tl.max(tl.load(tops + row * (COPIES * GROUPS) + copies), axis=0)
+        keys = best.to(tl.uint32, bitcast=True) ^ 0x80000000
         high = tl.max(keys) + 1
         all_groups = tl.full([], GROUPS, tl.int32)
         low, _ = find_bar(keys, tl.min(keys), high, all_groups, K, K + K // 16, GROUPS <= 1024)
@@ -89,7 +92,7 @@ def choose_listed(
     scores, positions, sequences, table, out, tops, lists, counts, brackets, flags, scores_stride,
     out_stride, tops_stride, lists_stride, table_stride, K: tl.constexpr, RATIO: tl.constexpr,
     PAGE_ROWS: tl.constexpr, PART: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
-    LISTS: tl.constexpr, BY_SEQUENCE: tl.constexpr, EARLY: tl.constexpr,
+    COPIES: tl.constexpr, LISTS: tl.constexpr, BY_SEQUENCE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Choose the best k of what a row's parts have listed, or flag the row; reset its tops."""
     row = tl.program_id(0).to(tl.int64)
@@ -100,7 +103,9 @@ def choose_listed(
     slots = tl.arange(0, GROUPS)
     if EARLY:
         gdc_wait()
-    tl.store(tops + row * tops_stride + slots, tl.full([GROUPS], -(1 << 31), tl.int32))
+    for copy in tl.static_range(COPIES):
+        at = tops + row * tops_stride + copy * GROUPS + slots
+        tl.store(at, tl.full([GROUPS], -(1 << 31), tl.int32))
     if visible <= K:
         list_all(visible, pages, out + row * out_stride, K, GROUPS, PAGE_ROWS)
         tl.store(flags + row, 0)
