@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvlease.kernels.gpu import carrier
 from kvlease.pools.copies import (
     in_layer_order,
     index_tensor,
@@ -20,8 +21,7 @@ from kvlease.pools.prefix_node import CacheTier
 from kvlease.pools.storage import RingStore, SpanStore, TailStore, span_components, tail_components
 from kvlease.protocols import host_layout
 from kvlease.protocols.config import Device
-from kvlease.protocols.event_base import EventSink
-from kvlease.protocols.geometries import V4Geometry, deepseek_v4_schema
+from kvlease.protocols.geometries import V4Geometry, deepseek_v4_schema, gqa_schema
 from kvlease.protocols.ports import CopyOrder
 from kvlease.protocols.schema import Schema
 from kvlease.runtime.cuda_copies import give_carrier
@@ -44,27 +44,29 @@ SCHEMAS = {
 }
 
 
-def in_records(memory: Memory) -> None:
-    """Give the stores of a CPU's memory the layout that a device's have."""
-    schema = memory.schema
-    memory.host_spans = SpanStore(schema, SIZES.host_pages, in_records=True)
-    memory.tails = TailStore(schema, SIZES.device_tails, in_records=True)
-    memory.host_tails = TailStore(schema, SIZES.host_tails, in_records=True)
+def made_memory(schema: Schema, device: str, sizes: PoolSizes) -> Memory:
+    """Memory with a carrier; on the CPU its stores get the layout that a device's have."""
+    where: Device = "cuda" if device == "cuda" else "cpu"
+    memory = Memory(schema, sizes, EventLog(level="off"), poison=False, where=where)
+    if where == "cpu":
+        memory.host_spans = SpanStore(schema, sizes.host_pages, in_records=True)
+        memory.tails = TailStore(schema, sizes.device_tails, in_records=True)
+        memory.host_tails = TailStore(schema, sizes.host_tails, in_records=True)
+    give_carrier(memory)
+    return memory
 
 
-@pytest.fixture(params=["fp8", "plain", "fp8-together"])
+@pytest.fixture(params=["fp8", "plain", "fp8-together", "plain-small"])
 def memory(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> Memory:
     monkeypatch.setattr(host_layout, "FIRST_GROUP_NBYTES", 1)
     monkeypatch.setattr(host_layout, "GROUP_NBYTES", 1)
-    name, _, together = str(request.param).partition("-")
-    if not together:
+    name, _, how = str(request.param).partition("-")
+    if how != "together":
         monkeypatch.setattr(host_layout, "MOVE_NBYTES", 1)
-    sink: EventSink = EventLog(level="off")
-    where: Device = "cuda" if device == "cuda" else "cpu"
-    made = Memory(SCHEMAS[name], SIZES, sink, poison=False, where=where)
-    if where == "cpu":
-        in_records(made)
-    give_carrier(made)
+    if how == "small":  # a slot holds a group, not a record
+        monkeypatch.setattr(carrier, "MOVE_NBYTES", 0)
+        monkeypatch.setattr(carrier, "SLOT_NBYTES", 1)
+    made = made_memory(SCHEMAS[name], device, SIZES)
     assert made.host_spans.records is not None
     assert len(made.host_spans.records.groups) == 3
     return made
@@ -203,3 +205,13 @@ def test_a_load_of_pages_and_a_tail_has_one_order_for_each_group(
     run(list(orders))
     for part, rows in copies(spans(memory.spans, schema)).items():
         assert torch.equal(rows[[0, 5]], on_host[part][[3, 1]])
+
+
+def test_a_model_without_tails_and_a_host_without_pages_have_a_carrier(device: str) -> None:
+    dense = made_memory(gqa_schema(3, 2, 16, 8, "float32"), device, PoolSizes(4, 4, 0, 0, 2))
+    on_host = scramble(spans(dense.host_spans, dense.schema))
+    way, stores = (index_tensor([2]), index_tensor([3])), (dense.host_spans, dense.spans)
+    run(list(span_orders(dense.schema, ID, "load", stores, way)))
+    for part, rows in copies(spans(dense.spans, dense.schema)).items():
+        assert torch.equal(rows[3], on_host[part][2])
+    made_memory(SCHEMAS["fp8"], device, PoolSizes(4, 0, 2, 0, 2))
