@@ -1,4 +1,4 @@
-"""The four core scenarios are clean as the runtime stands, and find guards that were taken away."""
+"""The scenarios are clean as the runtime stands, and find guards that were taken away."""
 
 from array import array
 from collections.abc import Callable, Iterable
@@ -111,7 +111,7 @@ PLANTS: dict[str, tuple[str, Plant, bool]] = {
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_the_runtime_stands_every_schedule(name: str, explore_schedules: ExploreSchedules) -> None:
-    """Issue 3: 10,000 schedules of the four core scenarios find nothing (with --full)."""
+    """Issue 3: 10,000 schedules of the scenarios find nothing (with --full)."""
     result = explore_schedules(SCENARIOS[name])
     assert result.distinct > 0.9 * result.schedules, "schedules differ"
 

@@ -9,7 +9,7 @@ from attrs import frozen
 
 from kvlease.errors import BadInput
 
-SCENARIO_NAMES: Final = ("pressure", "abort", "shared", "preempt")
+SCENARIO_NAMES: Final = ("pressure", "abort", "shared", "preempt", "keeping")
 """The core scenarios, in the order in which they are explored."""
 MAX_SCHEDULES: Final = 10_000_000
 

@@ -1,4 +1,4 @@
-"""The four core scenarios: load under eviction pressure, abort in flight, shared load, preempt.
+"""The scenarios: load under eviction pressure, abort in flight, shared load, preempt, cache calls.
 
 Each runs the real engine on the witness model and a simulated device. The seed draws sizes, the
 order and the delays of requests, policies, and faults of copies; prompts come from a small world,
@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
-from typing import Final, final
+from typing import Final, Protocol, final
 
 import trio
 import trio.testing
 from attrs import evolve, frozen
 
+from kvlease.errors import ActorBroken, PagesUnavailable, TransferFailed
 from kvlease.kernels.models.witness_model import VOCAB_SIZE, WitnessModel
 from kvlease.protocols.config import EngineConfig, SamplingParams
+from kvlease.protocols.rpc import CacheTier
 from kvlease.runtime.counters import Statistics
 from kvlease.runtime.engine import Engine, open_engine
 from kvlease.services.lab.device import SimulatedDevice
@@ -102,6 +106,43 @@ class Client:
                 )
                 if len(result.tokens) != self.max_tokens:
                     world.complain("short answer", f"an answer ended as {result.finish_reason}")
+
+
+@frozen
+class Keeper:
+    """Somebody who looks after the cache while others ask: a few calls, each after a while."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    seed: int
+
+    async def run(self, world: World, engine: Engine) -> None:
+        """Prefetch, pin, unpin, evict and flush in a drawn order; being refused is fine."""
+        rng, cache = random.Random(self.seed), engine.cache
+        for prompt in self.prompts:
+            await trio.sleep(rng.choice(DELAYS_S))
+            tokens = array("i", prompt).tobytes()
+            with suppress(PagesUnavailable, TransferFailed, ActorBroken):
+                match rng.randrange(8):
+                    case 0 | 1 | 2:
+                        await cache.prefetch(tokens, rng.choice(("device", "device", "host")))
+                    case 3 | 4:
+                        pin = await cache.pin(tokens, rng.choice((TICK_S, 5.0)))
+                        await trio.sleep(rng.choice(DELAYS_S))
+                        if rng.random() < 0.5:
+                            await cache.unpin(pin.pin)
+                    case 5 | 6:
+                        tier: CacheTier | None = rng.choice((None, "device", "host"))
+                        await cache.evict(tokens[: 4 * rng.randrange(len(prompt))], tier)
+                    case _:
+                        await engine.flush()
+
+
+class Guest(Protocol):
+    """Who comes to a scenario."""
+
+    async def run(self, world: World, engine: Engine) -> None:
+        """Do what he came for."""
+        ...
 
 
 @final
@@ -214,7 +255,7 @@ def _faults(rng: random.Random) -> FaultPlan:
     return FaultPlan(seed=rng.randrange(1 << 30), rules=tuple(rules))
 
 
-async def _serve(world: World, rounds: Sequence[Sequence[Client]]) -> None:
+async def _serve(world: World, rounds: Sequence[Sequence[Guest]]) -> None:
     """Serve the rounds one after another, their requests together; then see that all came back."""
     rng = world.rng
     device = SimulatedDevice(witness(), _spec(rng), world.log, _faults(rng))
@@ -252,7 +293,7 @@ def _check_whole(world: World, now: Statistics) -> None:
 async def _pressure(world: World) -> None:
     rng = world.rng
     first, second, *others = rng.sample(range(FAMILIES), FAMILIES)
-    rounds = [
+    rounds: list[Sequence[Guest]] = [
         [_before(rng, first)],
         [_before(rng, second, LONGEST)],
         [_client(rng, first), _client(rng, rng.choice((second, *others)))],
@@ -263,7 +304,7 @@ async def _pressure(world: World) -> None:
 async def _abort(world: World) -> None:
     rng = world.rng
     first, second, third, _ = rng.sample(range(FAMILIES), FAMILIES)
-    rounds = [
+    rounds: list[Sequence[Guest]] = [
         [_before(rng, first)],
         [_before(rng, second, LONGEST)],
         [_leaving(rng, _client(rng, first)), _client(rng, third)],
@@ -278,7 +319,7 @@ async def _shared(world: World) -> None:
     if rng.random() < 0.6:
         who = rng.randrange(2)
         together[who] = _leaving(rng, together[who])
-    rounds = [
+    rounds: list[Sequence[Guest]] = [
         [_before(rng, rng.choice((0, 1)), LENGTHS[-2])],
         [_before(rng, rng.choice((2, 3)), LONGEST)],
         together,
@@ -289,7 +330,7 @@ async def _shared(world: World) -> None:
 async def _preempt(world: World) -> None:
     rng = world.rng
     families = rng.sample(range(FAMILIES), 3)
-    rounds = [
+    rounds: list[Sequence[Guest]] = [
         [
             Client(prompt_of(family, rng.choice((13, 14))), rng.randint(5, 9), rng.choice(DELAYS_S))
             for family in families[: rng.choice((2, 2, 3))]
@@ -299,11 +340,27 @@ async def _preempt(world: World) -> None:
     await _serve(world, rounds)
 
 
+async def _keeping(world: World) -> None:
+    rng = world.rng
+    first, second, third, _ = rng.sample(range(FAMILIES), FAMILIES)
+    prompts = tuple(
+        prompt_of(rng.choice((first, first, second)), rng.choice(LENGTHS)) for _ in range(5)
+    )
+    rounds: list[Sequence[Guest]] = [
+        [_before(rng, first)],
+        [_before(rng, second, LONGEST)],
+        [Keeper(prompts, rng.randrange(1 << 30)), _client(rng, first), _client(rng, third)],
+        [_client(rng, first)],
+    ]
+    await _serve(world, rounds)
+
+
 _PLAYS: Final = (
     ("pressure", "prefixes are loaded again after eviction, while others want pages", _pressure),
     ("abort", "a caller leaves while its prefix is loading or being computed", _abort),
     ("shared", "two requests on one load, which may fail under them", _shared),
     ("preempt", "answers outgrow the pool, one is preempted and restored", _preempt),
+    ("keeping", "somebody prefetches, pins, evicts and flushes while others ask", _keeping),
 )
 SCENARIOS: Final = {name: Scenario(name, about, play, COLD.judge) for name, about, play in _PLAYS}
-"""The four core scenarios, by name."""
+"""The scenarios, by name."""
