@@ -141,7 +141,8 @@ class TailMove:
 class Carrier:
     """Moves whole groups between a device and its host, and tails between rings and records.
 
-    Ownership: borrows the memory of both ends; owns its staging rings.
+    Ownership: keeps the memory of both ends, of which its tables have addresses only; owns its
+    staging rings.
     """
 
     def __init__(self, pages: PageEnds, tails: TailEnds | None, device: torch.device) -> None:
@@ -162,6 +163,7 @@ class Carrier:
         fits = table.nbytes <= slot
         self._whole = [(0, len(pages.groups))] if fits else move_ranges(self._group_nbytes, slot)
         """What a store moves at once: whole records, or a group where records are too large."""
+        self._pages = pages
         self._tails = tails
         self._tables: dict[str, TailTable] = {}
         if tails is not None:
