@@ -62,6 +62,26 @@ class IndexKeys:
         }
 
 
+@triton.jit
+def _score(
+    keys, query, weights, scale, sequence, row, visible, out, tops, out_stride,
+    COPIES: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Score one page of keys, and raise the tops by what is visible of it."""
+    if keys.dtype != query.dtype:
+        # e4m3 under bf16 queries: half precision holds both, and is one conversion, not two
+        keys = keys.to(tl.float16)
+        query = query.to(tl.float16)
+    products = tl.dot(keys, query)
+    # relu(x) = (x + |x|) / 2: an addition issues at twice the rate of a maximum
+    scores = tl.sum((products + tl.abs(products)) * weights[None, :], axis=1) * scale
+    tl.store(out + sequence * out_stride + row, scores, mask=row < visible)
+    if GROUPS > 0:
+        copy = sequence * COPIES + row // GROUPS % COPIES
+        top = tops + copy * GROUPS + row % GROUPS
+        tl.atomic_max(top, top_of(scores), mask=row < visible, sem="relaxed")
+
+
 @triton.jit(do_not_specialize=["num_sequences"])
 def _decode_scores(
     queries, head_weights, values, scales, table, positions, out, tops, num_sequences,
@@ -70,6 +90,7 @@ def _decode_scores(
     WIDTH: tl.constexpr, HEADS: tl.constexpr, RATIO: tl.constexpr, SEQUENCES: tl.constexpr,
     STAGES: tl.constexpr, COPIES: tl.constexpr, GROUPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """Score an even share of all sequences' pages, one after the other."""
     if EARLY:
         gdc_launch_dependents()
     lanes = tl.arange(0, SEQUENCES)
@@ -87,27 +108,55 @@ def _decode_scores(
         begin = tl.sum(tl.where(ends <= page, pages, 0))
         visible = (tl.load(positions + sequence) + 1) // RATIO
         stop = tl.minimum(last, begin + (visible + PAGE_ROWS - 1) // PAGE_ROWS)
-        # the table's first entry travels beside the query, not after it; page ids are not negative
-        stop += tl.minimum(tl.load(table + sequence * table_stride + page - begin), 0)
         query = tl.load(queries + (sequence * HEADS + heads[None, :]) * WIDTH + channels[:, None])
-        # relu(x) = (x + |x|) / 2: an addition issues at twice the rate of a maximum
         weights = tl.load(head_weights + sequence * HEADS + heads) * 0.5
         for n in tl.range(page, stop, num_stages=STAGES):
             place = tl.load(table + sequence * table_stride + n - begin).to(tl.int64)
             keys = tl.load(
                 values + place * PAGE_STRIDE + rows[:, None] * ROW_STRIDE + channels[None, :]
             )
-            products = tl.dot(keys.to(query.dtype), query)
-            scores = tl.sum((products + tl.abs(products)) * weights[None, :], axis=1)
+            scale = 1.0
             if SCALE_ROW_STRIDE > 0:
-                scores *= tl.load(scales + place * SCALE_PAGE_STRIDE + rows * SCALE_ROW_STRIDE)
-            row = (n - begin) * PAGE_ROWS + rows
-            tl.store(out + sequence * out_stride + row, scores, mask=row < visible)
-            if GROUPS > 0:
-                copy = sequence * COPIES + row // GROUPS % COPIES
-                top = tops + copy * GROUPS + row % GROUPS
-                tl.atomic_max(top, top_of(scores), mask=row < visible, sem="relaxed")
+                scale = tl.load(scales + place * SCALE_PAGE_STRIDE + rows * SCALE_ROW_STRIDE)
+            _score(
+                keys, query, weights, scale, sequence, (n - begin) * PAGE_ROWS + rows, visible,
+                out, tops, out_stride, COPIES, GROUPS,
+            )  # fmt: skip
         page = stop
+
+
+@triton.jit
+def _decode_page(
+    queries, raw_queries, head_weights, values, scales, table, positions, out, tops,
+    table_stride, out_stride, PAGE_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
+    SCALE_PAGE_STRIDE: tl.constexpr, SCALE_ROW_STRIDE: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, HEADS: tl.constexpr, RATIO: tl.constexpr, COPIES: tl.constexpr,
+    GROUPS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Score one page of one sequence. Nothing is looked up first: all loads leave together."""
+    if EARLY:
+        gdc_launch_dependents()
+    sequence = tl.program_id(1).to(tl.int64)
+    heads = tl.arange(0, HEADS)
+    channels = tl.arange(0, WIDTH)
+    rows = tl.arange(0, PAGE_ROWS)
+    place = tl.load(table + sequence * table_stride + tl.program_id(0)).to(tl.int64)
+    visible = tl.maximum(tl.load(positions + sequence) + 1, 0) // RATIO
+    # as plain bytes until the keys are on their way: an operand is put in its place at once
+    raw = tl.load(raw_queries + (sequence * HEADS + heads[None, :]) * WIDTH + channels[:, None])
+    weights = tl.load(head_weights + sequence * HEADS + heads) * 0.5
+    if tl.program_id(0) * PAGE_ROWS < visible:
+        keys = tl.load(
+            values + place * PAGE_STRIDE + rows[:, None] * ROW_STRIDE + channels[None, :]
+        )
+        scale = 1.0
+        if SCALE_ROW_STRIDE > 0:
+            scale = tl.load(scales + place * SCALE_PAGE_STRIDE + rows * SCALE_ROW_STRIDE)
+        query = raw.to(queries.dtype.element_ty, bitcast=True)
+        _score(
+            keys, query, weights, scale, sequence, tl.program_id(0) * PAGE_ROWS + rows, visible,
+            out, tops, out_stride, COPIES, GROUPS,
+        )  # fmt: skip
 
 
 def decode_scores(
@@ -134,25 +183,24 @@ def decode_scores(
     (`topk.LongRows`), raised here, so that it need not read the scores for them.
     """
     num_sequences, num_heads, _ = queries.shape
+    scales = head_weights if keys.scales is None else keys.scales
+    memory = (keys.values, scales, table, positions, out, out if tops is None else tops)
+    strides = (table.stride(0), out.stride(0))
+    options = {
+        **keys.layout(), "HEADS": num_heads, "RATIO": ratio,
+        "COPIES": 1 if tops is None else tops.shape[1],
+        "GROUPS": 0 if tops is None else tops.shape[2],
+        "EARLY": queries.is_cuda, "num_warps": 4,
+    }  # fmt: skip
+    pages = triton.cdiv(out.shape[1], keys.values.shape[1])
+    if pages * num_sequences <= programs and pages <= table.shape[1]:
+        raw = queries.view(torch.int16 if queries.dtype == torch.bfloat16 else torch.int8)
+        _decode_page[(pages, num_sequences)](
+            queries, raw, head_weights, *memory, *strides, **options
+        )
+        return
     _decode_scores[(programs,)](
-        queries,
-        head_weights,
-        keys.values,
-        head_weights if keys.scales is None else keys.scales,
-        table,
-        positions,
-        out,
-        out if tops is None else tops,
-        num_sequences,
-        table.stride(0),
-        out.stride(0),
-        **keys.layout(),
-        HEADS=num_heads,
-        RATIO=ratio,
+        queries, head_weights, *memory, num_sequences, *strides, **options,
         SEQUENCES=triton.next_power_of_2(num_sequences),
-        STAGES=5 if keys.scales is not None else 3,
-        COPIES=1 if tops is None else tops.shape[1],
-        GROUPS=0 if tops is None else tops.shape[2],
-        EARLY=queries.is_cuda,
-        num_warps=4,
-    )
+        STAGES=3 if keys.scales is None else 5,
+    )  # fmt: skip

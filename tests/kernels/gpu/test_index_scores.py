@@ -79,7 +79,7 @@ CASES = [(layout, dtype) for layout in LAYOUTS for dtype in dtypes_of(layout)]
 
 
 @pytest.mark.parametrize(("layout", "dtype"), CASES)
-@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("programs", [1, 3, 15], ids=["one", "shared", "a page each"])
 def test_decode_scores_equal_the_twin(
     device: str, layout: str, dtype: torch.dtype, programs: int
 ) -> None:
@@ -121,7 +121,8 @@ def test_prefill_scores_equal_the_twin(device: str, layout: str, dtype: torch.dt
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("layout", "dtype"), CASES)
-def test_scores_at_full_size_equal_the_twin(layout: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("programs", [100, 1000])
+def test_scores_at_full_size_equal_the_twin(layout: str, dtype: torch.dtype, programs: int) -> None:
     torch.manual_seed(2)
     lengths = [4097, 64, 0, 1000, 63]
     pool = Pool(layout, lengths, 64, 128, "cuda")
@@ -129,7 +130,7 @@ def test_scores_at_full_size_equal_the_twin(layout: str, dtype: torch.dtype) -> 
     positions = torch.tensor([RATIO * n - 1 for n in lengths], dtype=torch.int32, device="cuda")
     out = torch.full((len(lengths), 4352), POISON, device="cuda")
     decode_scores(
-        queries, weights, pool.keys, pool.table, positions, out, ratio=RATIO, programs=100
+        queries, weights, pool.keys, pool.table, positions, out, ratio=RATIO, programs=programs
     )
     for n, length in enumerate(lengths):
         assert (out[n, length:] == POISON).all()
