@@ -77,6 +77,7 @@ def test_pages_survive_the_way_to_pinned_memory_and_back(gpu: str) -> None:
     way = index_tensor(here), index_tensor(there)
     for order in span_orders(SCHEMA, ID, "store", (first, host), way):
         assert order.run() == order.nbytes
+    torch.cuda.synchronize()  # a load begins when the store of its pages has ended
     for order in span_orders(SCHEMA, ID, "load", (host, second), (way[1], index_tensor(back))):
         assert order.run() == order.nbytes
     torch.cuda.synchronize()
@@ -102,8 +103,11 @@ def test_tails_are_kept_and_resumed_as_on_the_cpu(gpu: str, boundary: int) -> No
         ends = index_tensor([2, 0]), index_tensor([1, 3]), index_tensor([boundary, 16])
         keep_tails(SCHEMA, (rings, tails), *ends)
         moves = index_tensor([1, 3]), index_tensor([0, 2])
-        orders = [*tail_orders(SCHEMA, ID, "store", (tails, host), moves)]
-        orders += resume_orders(SCHEMA, ID, "load", ("host", host, 0), (resumed, 1), boundary)
+        for order in tail_orders(SCHEMA, ID, "store", (tails, host), moves):
+            assert order.run() == order.nbytes
+        if pinned:
+            torch.cuda.synchronize()  # a load begins when the store of its tail has ended
+        orders = [*resume_orders(SCHEMA, ID, "load", ("host", host, 0), (resumed, 1), boundary)]
         orders += resume_orders(SCHEMA, ID, "load", ("device", tails, 3), (resumed, 0), 16)
         for order in orders:
             assert order.run() == order.nbytes

@@ -13,7 +13,7 @@ import trio
 from kvlease.errors import NotReady, TransferFailed
 from kvlease.protocols.ports import Completion, CompletionState
 from kvlease.runtime.completions import CpuCompletion
-from kvlease.runtime.cuda_waiter import CudaWaiter, DeviceEvent
+from kvlease.runtime.cuda_waiter import CudaWaiter, DeviceEvent, Point
 from tests.runtime.cuda.devices import Device, open_streams
 from tests.runtime.rig import PATIENCE_S
 
@@ -227,8 +227,7 @@ def test_a_waiter_looks_while_a_worker_records(device: Device) -> None:
     sys.setswitchinterval(1e-6)
     waiter = CudaWaiter(device.event)
     lane = waiter.lane()
-    device.queue()()
-    first = lane.record(lambda _error: None, hurry=False)
+    first = Point(device.event(), lambda _error: None, hurry=False)
 
     def record() -> None:
         for _ in range(3000):
