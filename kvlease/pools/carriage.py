@@ -16,7 +16,7 @@ class Move(Protocol):
     """The pages, or tails, of one transfer on their way."""
 
     def queue(self, group: int) -> None:
-        """Queue a group of layers in the calling worker's stream; a second time does nothing."""
+        """Queue at least this group of layers in the calling worker's stream, each group once."""
         ...
 
 
