@@ -26,7 +26,7 @@ Passed = Callable[[BaseException | None], None]
 """Called once on the waiter's thread: the device has passed a point, or has failed before it."""
 
 SHARE = 0.05
-"""Of a core, for looking; beyond it looks become rare."""
+"""Of a core, for looking; beyond it nothing is watched closely."""
 SAVED_S = 5e-3
 """How much of the waiter's budget is kept for later."""
 SHORT_S = 250e-6
