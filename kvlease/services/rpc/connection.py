@@ -205,10 +205,9 @@ class Connection:
                     finally:
                         usage = stream.request.usage()
         except Refused as error:
-            if not out.delivered.is_set():
-                failed = rpc.Failed(message.call, code_of(error), str(error), error.retry_after_s)
-                out.end(failed, drops_tokens=True)
-        if out.scope.cancelled_caught and not out.delivered.is_set():
+            failed = rpc.Failed(message.call, code_of(error), str(error), error.retry_after_s)
+            out.end(failed, drops_tokens=True)
+        if out.scope.cancelled_caught:
             out.end(rpc.Ended(message.call, "cancelled", usage), drops_tokens=True)
         del self._calls[message.call]
 

@@ -71,7 +71,12 @@ class OutStream:
             self._mark(self)
 
     def end(self, message: Ended | Failed, *, drops_tokens: bool = False) -> None:
-        """Send this behind the last token, or in the place of those that were not sent yet."""
+        """Send this behind the last token, or in the place of those that were not sent yet.
+
+        Nothing happens once the last message is on its way: it has to be the last.
+        """
+        if self.delivered.is_set():
+            return
         self._end = message
         if drops_tokens:
             self._tokens = array("i")
@@ -105,8 +110,9 @@ class OutStream:
         """Return the last message once every token before it was taken."""
         if self._end is None or self._tokens:
             return None
+        end, self._end = self._end, None
         self.delivered.set()
-        return self._end
+        return end
 
 
 @final
