@@ -13,7 +13,7 @@ from attrs import define
 
 from kvlease.errors import NotReady, PagesUnavailable, StaleEpoch, TransferFailed
 from kvlease.pools.page_book import PageBook
-from kvlease.pools.prefix_node import Node, evictable_pages
+from kvlease.pools.prefix_node import Home, Node, evictable_pages
 from kvlease.protocols.grants import GrantBook, WriteGrant
 from kvlease.protocols.ports import CompletionState
 from kvlease.protocols.readiness import Readiness
@@ -67,7 +67,7 @@ def test_pages_are_promised_as_the_book_says(free: int, reserved: int) -> None:
     ("pins", "loading", "storing"), list(product([0, 1], [False, True], [False, True]))
 )
 def test_pages_are_evicted_as_the_index_says(pins: int, loading: bool, storing: bool) -> None:
-    node = Node(b"", 1, 0)
+    node = Node(b"", 1, 0, Home(b""))
     node.pins = pins
     node.device.pages = node.host.pages = array("i", [0])
     node.device.arrival = object() if loading else None
