@@ -1,11 +1,13 @@
 """The bounded wait in C: it ends in time, and as soon as the event was passed."""
 
+import sys
 import time
 
 import pytest
 import torch
 
 from kvlease.runtime.cuda_spin import fine_timers, spinner
+from kvlease.runtime.cuda_streams import TURN_S, _short_turns
 from tests.runtime.cuda.devices import CYCLES_PER_S
 
 
@@ -47,3 +49,13 @@ def test_sleeps_end_on_time() -> None:
         time.sleep(20e-6)
         shortest = min(shortest, time.perf_counter() - begin)
     assert shortest < 60e-6, "50 us are still added to every sleep"
+
+
+def test_threads_take_shorter_turns_beside_a_device_and_the_usual_ones_after() -> None:
+    usual = sys.getswitchinterval()
+    with _short_turns():
+        assert sys.getswitchinterval() == pytest.approx(TURN_S)
+        sys.setswitchinterval(TURN_S / 10)
+        with _short_turns():
+            assert sys.getswitchinterval() == pytest.approx(TURN_S / 10), "shorter ones are kept"
+    assert sys.getswitchinterval() == pytest.approx(usual)
