@@ -223,12 +223,10 @@ async def assemble(
         audit_rate=config.audit_rate if config.prefix_cache else 0.0,
         device=config.device,
     )
-    # Pinning takes a second for a few gigabytes; other memory costs nothing until it is used.
     if config.device == "cpu":
         pool = make_pool()
     else:
-        pool = await trio.to_thread.run_sync(make_pool)
-        give_carrier(pool.memory)
+        pool = await trio.to_thread.run_sync(_device_pool, make_pool)
     pool.spares_last_copies = config.write_policy == "back" and config.host_pages > 0
     core = EngineCore(
         config, runner, pool, sink, ports.clock or MonotonicClock(), identity, counters
@@ -250,6 +248,16 @@ async def assemble(
         loader=core.loader,
         workers={"prefill": Mailbox("prefill", 2), "decode": Mailbox("decode", 2)},
     )
+
+
+def _device_pool(make_pool: Callable[[], UnifiedPool]) -> UnifiedPool:
+    """Make the pool of a device, with what carries its pages.
+
+    For a thread: pinning takes a second for a few gigabytes, and kernels are compiled.
+    """
+    pool = make_pool()
+    give_carrier(pool.memory)
+    return pool
 
 
 def _refuse(core: EngineCore, message: SchedulerMessage) -> None:
