@@ -184,16 +184,21 @@ async def test_too_many_answers_and_a_full_queue_are_told_to_come_again() -> Non
 
 async def test_a_body_that_is_too_large_is_told_so_however_it_is_sent() -> None:
     async with open_server(max_frame_bytes=10_000) as server, server.plain() as client:
-        large = json.dumps({**ASK, "user": "x" * 2_000_000}).encode()
+        large = json.dumps({**ASK, "user": "x" * 20_000_000}).encode()
 
         async def pieces() -> AsyncGenerator[bytes]:
-            for start in range(0, len(large), 50_000):
-                yield large[start : start + 50_000]
+            for start in range(0, len(large), 500_000):
+                yield large[start : start + 500_000]
 
         for content in (large, pieces()):
             got = await client.post(CHAT, content=content)
             assert got.status_code == 413
             assert "max_frame_bytes" in got.json()["error"]["message"]
+        stream = await trio.open_tcp_stream("127.0.0.1", server.port)
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(large)}\r\n\r\n"
+        await stream.send_all(head.encode() + large)  # a client that hears only when it has spoken
+        assert (await stream.receive_some()).startswith(b"HTTP/1.1 413")
+        await stream.aclose()
 
 
 async def test_draining_refuses_and_finishes() -> None:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
 
 from kvlease.protocols.events import RequestToolCallError, RpcCall
-from kvlease.services.tool_calls.markup import BLOCK, OPEN, SEPARATOR, Call, write_block
+from kvlease.services.serving.tenants import Tenant, salt_of
+from kvlease.services.tool_calls.markup import (
+    BLOCK,
+    BLOCK_END,
+    INVOKE_END,
+    OPEN,
+    SEPARATOR,
+    Call,
+    write_block,
+)
 from tests.http.rig import MODEL, Server, open_server, user
 
 if TYPE_CHECKING:
@@ -155,3 +164,33 @@ async def test_a_garbled_call_is_an_error_and_in_the_log(
         assert server.context.tool_call_errors == {reason: 1}
         (call,) = [e for e in server.events if isinstance(e, RpcCall)]
         assert (call.code, call.method, call.request) == ("failed", "chat", 1)
+
+
+async def test_the_next_turn_has_the_calls_as_the_model_wrote_them() -> None:
+    """One JSON object is as good as parameters, and not the same tokens: the cache knows which.
+
+    Another tenant's conversation, word for word the same, is written from its text.
+    """
+    arguments = json.dumps({"city": "Bonn", "days": 1, "more": "x" * 300})
+    invoke = f'{OPEN}invoke name="weather">{arguments}{INVOKE_END}'
+    script = f"{SEPARATOR}{OPEN}{BLOCK}>\n{invoke}{BLOCK_END}"
+    secrets = {name: f"the secret of tenant {name}".encode() for name in "ab"}
+    tenants = [Tenant(name, secret, salt_of(secret)) for name, secret in secrets.items()]
+    async with open_server(script, tenants=tenants) as server:
+        asked: dict[str, Any] = {"model": MODEL, "tools": [WEATHER], "messages": [user("Bonn?")]}
+        usages: list[Any] = []
+        for name in ("a", "a", "b"):
+            async with server.client(secrets[name].decode()) as client:
+                done = await client.chat.completions.create(**asked)
+            usages.append(done.usage)
+            if len(asked["messages"]) == 1:
+                message = done.choices[0].message.model_dump(exclude_none=True)
+                call_id = message["tool_calls"][0]["id"]
+                result = {"role": "tool", "tool_call_id": call_id, "content": "rain"}
+                asked["messages"] += [message, result]
+        first, second, other = usages
+        page = server.engine.model.schema.page_tokens
+        assert second.prompt_tokens_details.cached_tokens >= first.total_tokens - 2 * page
+        assert second.prompt_tokens > first.total_tokens
+        assert other.prompt_tokens != second.prompt_tokens
+        assert other.prompt_tokens_details.cached_tokens == 0

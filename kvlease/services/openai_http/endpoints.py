@@ -25,14 +25,14 @@ from kvlease.services.tool_calls.parser import ToolCallParser
 
 
 def _no_more(_answers: list[Answered]) -> None:
-    """Nothing is done with answers that have been told."""
+    """Nothing is done with answers."""
 
 
 @frozen
 class Job:
     """A request that was understood: the answers that are wanted, and how they are told.
 
-    ``done`` is given the answers once they have been told.
+    ``done`` is given the answers before their ends are told: the next turn may come at once.
     """
 
     request: SampledRequest
@@ -68,8 +68,8 @@ class Generation:
             if self._error is not None:
                 raise self._error
         self._answers.sort(key=lambda ended: ended.index)
-        await self._finish()
         self._job.done(self._answers)
+        await self._finish()
 
     async def _answer_or_end(self, asked: Asked, scope: trio.CancelScope) -> None:
         """Answer; the first of several that cannot be answered ends them all, and is told."""
