@@ -34,6 +34,7 @@ from kvlease.services.serving.tenants import Tenants
 
 STREAMS, COUNT, TIMES = 64, 4000, 5
 TOKENS_A_SECOND = 100_000
+ONE = SamplingParams(max_tokens=1, ignore_eos=True)
 CONFIG = EngineConfig(
     compute="none",
     page_tokens=64,
@@ -174,7 +175,7 @@ def serve_zmq(address: str) -> None:
         socket.send(msgspec.msgpack.encode([32, [[1, 0, bytes(4), None, None]]]))
 
 
-async def latency(report: Report, address: str, folder: str) -> None:
+async def latency(report: Report, engine: Engine, address: str, folder: str) -> None:
     """One token's way, beside a question's, a bare socket's, and ZeroMQ's."""
     bare = f"{folder}/echo"
     times = 1000
@@ -189,6 +190,13 @@ async def latency(report: Report, address: str, folder: str) -> None:
         base = (await run_client("echo", bare, times))["seconds"]
         nursery.cancel_scope.cancel()
     rows = {"bare Trio socket echo": base}
+    alone: list[float] = []
+    for _ in range(200):
+        started = time.perf_counter()
+        async with engine.generate(list(range(64)), ONE) as stream:
+            await stream.drain()
+        alone.append(time.perf_counter() - started)
+    rows["one token of a cached prompt, engine alone"] = alone
     rows["a question (health)"] = (await run_client("ask", address, times))["seconds"]
     rows["one token of a cached prompt"] = (await run_client("first_token", address, times))[
         "seconds"
@@ -218,7 +226,7 @@ async def measure(report: Report) -> None:
                 (address,) = door.addresses
                 await throughput(report, engine, service, address)
                 await one_by_one(report, service, address)
-                await latency(report, address, folder)
+                await latency(report, engine, address, folder)
 
 
 def main() -> int:

@@ -52,6 +52,8 @@ class RpcClose(NormalEvent, tag="rpc.close", kw_only=True, gc=False):
     client: int
     reason: str
     calls: int = 0
+    received_bytes: int = 0
+    sent_bytes: int = 0
 
 
 class RpcDrain(NormalEvent, tag="rpc.drain", kw_only=True, gc=False):

@@ -183,6 +183,8 @@ async def test_the_access_log_has_every_client_and_every_call() -> None:
     ]
     assert calls[0].request == 1
     assert [(e.client, e.calls) for e in closed] == [(opened[0].client, 2)]
+    assert closed[0].received_bytes > 400
+    assert closed[0].sent_bytes > 1600
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/serve.md"])

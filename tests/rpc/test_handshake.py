@@ -142,7 +142,7 @@ async def test_a_slow_writer_gains_nothing_by_a_byte_at_a_time() -> None:
 
 async def test_who_has_not_proven_himself_keeps_nobody_out() -> None:
     """As many half-open connections as there may be clients: the next one is told at once."""
-    async with open_server(max_connections=3, handshake_timeout_s=0.3) as server:
+    async with open_server(max_connections=3, handshake_timeout_s=1.0) as server:
         silent = [await server.raw() for _ in range(3)]
         for raw in silent:
             await raw.receive()

@@ -133,14 +133,14 @@ async def test_a_frame_has_an_end() -> None:
 
 async def test_a_silent_client_is_sent_away_and_one_that_pings_stays() -> None:
     async with (
-        open_server(idle_timeout_s=0.4) as server,
+        open_server(idle_timeout_s=1.5) as server,
         kvlease.connect(server.address) as client,
     ):
         silent = await server.raw()
         await silent.shake()
         with trio.fail_after(5):
             assert (await silent.receive())[:2] == [3, "idle"]
-            await trio.sleep(0.5)
+            await trio.sleep(1.0)
             assert (await client.health()).status == "serving"
         assert client.num_connections == 1
 
@@ -159,7 +159,7 @@ async def test_a_slow_reader_stops_only_itself() -> None:
                     assert len((await answer.drain()).tokens) == 400
         assert len(slow.tokens) <= 10
         assert not slow.is_over
-        assert server.service.num_streams == 1
+        await until(lambda: server.service.num_streams == 1)
         assert server.engine.statistics().running == 0
         assert len((await slow.drain()).tokens) == 400
 

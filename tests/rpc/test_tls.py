@@ -45,7 +45,7 @@ async def test_calls_over_tls(certificate: tuple[str, str]) -> None:
     log = EventLog(level="off")
     async with open_engine(None, CONFIG, log=log) as engine:
         tenants = Tenants([Tenant(secret=SECRET, is_admin=True)])
-        limits = msgspec.convert({"handshake_timeout_s": 0.5}, Limits)
+        limits = msgspec.convert({"handshake_timeout_s": 3.0}, Limits)
         service = Service(engine, tenants, limits, log)
         async with open_door(service, [TcpAddress("localhost", 0)], tls) as door:
             port = int(door.addresses[0].rpartition(":")[2])

@@ -100,6 +100,8 @@ class Connection:
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             reason = "lost"
         finally:
+            self._client.received_bytes = self._reader.nbytes
+            self._client.sent_bytes = self._writer.nbytes
             if self._channel is not None:
                 self._channel.listeners.pop(self._writer.wake, None)
         return "draining" if self._service.drained.is_set() else reason

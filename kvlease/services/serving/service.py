@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Client:
     """Somebody who was let in: a connection, or whatever a door takes for one.
 
-    ``num_streams`` and ``num_calls`` are the service's to count.
+    ``num_streams`` and ``num_calls`` are the service's to count, bytes the door's.
     """
 
     id: int
@@ -43,6 +43,8 @@ class Client:
     tenant: Tenant
     num_streams: int = 0
     num_calls: int = 0
+    received_bytes: int = 0
+    sent_bytes: int = 0
 
 
 @define
@@ -127,7 +129,15 @@ class Service:
         """Note that a client has gone; its calls have ended before."""
         self.clients.discard(client)
         if self._log.normal:
-            self._emit(RpcClose(client=client.id, reason=reason, calls=client.num_calls))
+            self._emit(
+                RpcClose(
+                    client=client.id,
+                    reason=reason,
+                    calls=client.num_calls,
+                    received_bytes=client.received_bytes,
+                    sent_bytes=client.sent_bytes,
+                )
+            )
 
     def refuse(
         self,
