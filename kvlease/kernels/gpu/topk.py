@@ -1,7 +1,8 @@
 """Exact top-k of indexer scores, in position order, as flat row addresses. Nothing is sorted.
 
-Short rows take one launch, a program a row (topk_parts.py). Long rows take three short launches of
-many programs (topk_long.py), and two more that do nothing unless a row has too many equal scores.
+Short rows, and many rows, take a program a part (topk_parts.py). A few long rows take three short
+launches of many programs (topk_long.py), and one or two that do nothing unless a row has too much
+at its floor.
 """
 
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false
@@ -13,7 +14,7 @@ from attrs import frozen
 from torch import Tensor
 
 from kvlease.errors import LayoutMismatch
-from kvlease.kernels.gpu.topk_long import choose_listed, list_above, raise_tops
+from kvlease.kernels.gpu.topk_long import choose_flagged, choose_listed, list_above, raise_tops
 from kvlease.kernels.gpu.topk_parts import choose_of_parts, choose_parts
 
 MAX_K = 1024
@@ -23,7 +24,10 @@ SHORT = 8192
 """Scores of a row up to which one program chooses alone."""
 PART = 16384
 """Scores that one program of the general kernels holds."""
+MANY = 128
+"""Queries above which there are programs enough without cutting rows into lists."""
 LISTS = 32
+"""Lists of a row at most."""
 LIST_PART = 2048
 LAST_WARPS = 8
 COPIES = 8
@@ -41,8 +45,9 @@ class LongRows:
         part: scores of a row that one program lists.
         tops: [num_queries, copies, groups] int32, maxima of a row's scores by index modulo the
             number of groups; NO_TOP between calls, unless the scores kernel has raised them.
-        lists: [num_queries, LISTS, groups] int32, rows that reach the floor.
-        counts: [num_queries, LISTS] int32, how many each list holds.
+        lists: [num_queries, lists, groups] int32, rows that reach the floor.
+        counts: [num_queries, lists] int32, how many each list was to hold, and how many of them
+            are level with the floor.
         brackets: [num_queries, 2] int32, where the bar lies.
         flags: [num_queries] int32, whether a row is left to the general kernels.
     """
@@ -68,7 +73,7 @@ class TopkPlan:
         best_scores: [num_queries, parts, k] float32, each part's best.
         best_rows: [num_queries, parts, k] int32, their rows.
         pack: [num_queries, parts, groups] int32, what lies above each part's floor.
-        long: what long rows need; None where one program chooses alone.
+        long: what few long rows need; None where the general kernels choose.
     """
 
     k: int
@@ -95,19 +100,21 @@ class TopkPlan:
             raise LayoutMismatch(f"top-k of {k} rows was asked for; 1 to {MAX_K} can be chosen")
         groups = max(MIN_GROUPS, triton.next_power_of_2(2 * k))
         part = max(2 * groups, min(part, triton.next_power_of_2(max_rows)))
+        listed = max(2 * groups, triton.next_power_of_2(-(-max_rows // LISTS)))
+        part, listed = max(part, listed), max(listed, min(LIST_PART, part))
         parts = max(1, -(-max_rows // part))
 
         def memory(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty((num_queries, *shape), dtype=dtype, device=device)
 
         long = None
-        if max_rows > max(short, 2 * groups):
-            least = min(LIST_PART, part)
+        if num_queries <= MANY and max_rows > max(short, 2 * groups):
+            lists = triton.next_power_of_2(-(-max_rows // listed))
             long = LongRows(
-                max(least, 2 * groups, triton.next_power_of_2(-(-max_rows // LISTS))),
+                listed,
                 memory(max(1, COPIES // num_queries), groups).fill_(NO_TOP),
-                memory(LISTS, groups),
-                memory(LISTS),
+                memory(lists, groups),
+                memory(lists),
                 memory(2),
                 memory(),
             )
@@ -167,7 +174,7 @@ def _choose_long(
 ) -> None:
     scores, positions, *_, table, out = query
     num_queries, width = scores.shape
-    stride, groups = scores.stride(0), common["GROUPS"]
+    stride, groups, num_lists = scores.stride(0), common["GROUPS"], long.lists.shape[1]
     common = {**common, "COPIES": long.tops.shape[1]}
     if not has_tops:
         rest = {name: value for name, value in common.items() if name != "K"}
@@ -180,12 +187,12 @@ def _choose_long(
         )  # fmt: skip
     lists = (long.tops, long.lists, long.counts, long.brackets)
     list_above[(num_queries, triton.cdiv(width, long.part))](
-        scores, positions, *lists, stride, PAIRS=long.part // (2 * groups), LISTS=LISTS,
+        scores, positions, *lists, stride, PAIRS=long.part // (2 * groups), LISTS=num_lists,
         num_warps=_warps(long.part), **common,
     )  # fmt: skip
     strides = (stride, out.stride(0), long.tops.stride(0), long.lists.stride(0), table.stride(0))
     choose_listed[(num_queries,)](
-        *query, *lists, long.flags, *strides, PART=long.part, LISTS=LISTS,
+        *query, *lists, long.flags, *strides, PART=long.part, LISTS=num_lists,
         PARTS=triton.next_power_of_2(triton.cdiv(width, long.part)), num_warps=LAST_WARPS,
         **common, **pages,
     )  # fmt: skip
@@ -196,18 +203,24 @@ def _choose_general(query: Query, plan: TopkPlan, common: Options, pages: Option
     num_queries, width = scores.shape
     memory = (plan.best_scores, plan.best_rows, plan.pack)
     strides = (out.stride(0), plan.best_rows.stride(0), plan.pack.stride(0))
-    flags = positions if plan.long is None else plan.long.flags
-    rest = {**common, **pages, "FLAGGED": plan.long is not None, "num_warps": 8}
-    parts = triton.cdiv(width, plan.part)
-    choose_parts[(num_queries, parts)](
-        *query, flags, *memory, *strides, scores.stride(0), width, table.stride(0),
-        PAIRS=plan.part // (2 * plan.groups), **rest,
-    )  # fmt: skip
+    rest = {**common, **pages, "num_warps": 8}
+    pairs, parts, long = plan.part // (2 * plan.groups), triton.cdiv(width, plan.part), plan.long
+    if long is None:
+        choose_parts[(num_queries, parts)](
+            *query, *memory, *strides, scores.stride(0), width, table.stride(0),
+            PAIRS=pairs, **rest,
+        )  # fmt: skip
+    else:
+        choose_flagged[(num_queries, parts)](
+            *query, long.flags, long.counts, long.brackets, *memory, *strides, scores.stride(0),
+            table.stride(0), PAIRS=pairs, LISTS=long.lists.shape[1], LIST_PART=long.part, **rest,
+        )  # fmt: skip
     if parts > 1:
-        pairs = triton.next_power_of_2(triton.cdiv(parts * plan.k, 2 * plan.groups))
+        flags = positions if long is None else long.flags
         choose_of_parts[(num_queries,)](
-            *query[1:], flags, *memory, *strides, table.stride(0), PART=plan.part, PAIRS=pairs,
-            **rest,
+            *query[1:], flags, *memory, *strides, table.stride(0), PART=plan.part,
+            PAIRS=triton.next_power_of_2(triton.cdiv(parts * plan.k, 2 * plan.groups)),
+            FLAGGED=long is not None, **rest,
         )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kvlease.kernels.gpu.topk_narrow import (
     choose,
     find_bar,
+    first_marked,
     lanes_of,
     list_all,
     pack_marked,
@@ -26,6 +27,86 @@ from kvlease.kernels.gpu.topk_narrow import (
     top_of,
     words_of,
 )
+from kvlease.kernels.gpu.topk_parts import CROWDED, choose_part
+
+TIED = tl.constexpr(2)
+"""Flag of a row with fewer than k scores above its floor and too many level with it."""
+
+
+@triton.jit
+def _noted(notes, used):
+    """Return how many scores each list was to hold, and how many of them are level with the floor.
+
+    Both fit 16 bits.
+    """
+    note = tl.load(notes, mask=used, other=0).to(tl.uint32, bitcast=True)
+    return (note & 0xFFFF).to(tl.int32), (note >> 16).to(tl.int32)
+
+
+@triton.jit
+def _place_tied(
+    x, start, visible, counts, brackets, pages, out, K: tl.constexpr, PAIRS: tl.constexpr,
+    GROUPS: tl.constexpr, LISTS: tl.constexpr, LIST_PART: tl.constexpr, PAGE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write a part's share of a tied row: all above the floor, and the first level with it.
+
+    x [PAIRS, 2, GROUPS] are the scores from ``start`` on, which is where a list starts too.
+    """
+    lists = tl.arange(0, LISTS)
+    held, level = _noted(counts + lists, lists * LIST_PART < visible)
+    room = K - tl.sum(held - level)
+    before = lists * LIST_PART < start
+    level_before = tl.sum(tl.where(before, level, 0))
+    above_before = tl.sum(tl.where(before, held - level, 0))
+    lanes = lanes_of(PAIRS, GROUPS)
+    floor = score_of(tl.load(brackets).to(tl.uint32, bitcast=True))
+    first = x == floor
+    left = tl.maximum(room - level_before, 0)
+    if tl.sum(first.to(tl.int32)) > left:
+        first = first_marked(first, lanes, left, 2 * PAIRS * GROUPS)
+    chosen = (x > floor) | first
+    rows = start + lanes
+    page = tl.load(pages + rows // PAGE_ROWS, mask=chosen, other=0)
+    words = words_of(chosen)
+    pack_marked(
+        out + above_before + tl.minimum(level_before, room), page * PAGE_ROWS + rows % PAGE_ROWS,
+        chosen, words, tl.sum(words, axis=1), K,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["out_stride", "best_stride", "pack_stride", "scores_stride"])
+def choose_flagged(
+    scores, positions, sequences, table, out, flags, counts, brackets, best_scores, best_rows,
+    pack, out_stride, best_stride, pack_stride, scores_stride, table_stride,
+    K: tl.constexpr, RATIO: tl.constexpr, PAGE_ROWS: tl.constexpr, PAIRS: tl.constexpr,
+    GROUPS: tl.constexpr, LISTS: tl.constexpr, LIST_PART: tl.constexpr,
+    BY_SEQUENCE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Choose the best k of one part of the rows that lists could not hold."""
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * (2 * PAIRS * GROUPS)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    flag = tl.load(flags + row)
+    visible = tl.maximum(tl.load(positions + row) + 1, 0) // RATIO
+    if (flag != 0) & (visible > start):
+        pages = pages_of(row, sequences, table, table_stride, BY_SEQUENCE)
+        source = scores + row * scores_stride + start
+        seen = lanes_of(PAIRS, GROUPS) < visible - start
+        x = tl.load(pointers_of(source, PAIRS, GROUPS), mask=seen, other=float("-inf"))
+        if flag == TIED:
+            _place_tied(
+                x, start, visible, counts + row * LISTS, brackets + row * 2, pages,
+                out + row * out_stride, K, PAIRS, GROUPS, LISTS, LIST_PART, PAGE_ROWS,
+            )  # fmt: skip
+        else:
+            best = row * best_stride + tl.program_id(1) * K
+            packed = pack + row * pack_stride + tl.program_id(1) * GROUPS
+            choose_part(
+                x, visible, source, start, pages, out + row * out_stride, best_scores + best,
+                best_rows + best, packed, K, PAGE_ROWS, PAIRS, GROUPS,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["scores_stride"])
@@ -81,7 +162,9 @@ def list_above(
         totals = tl.sum(words, axis=1)
         slot = row * LISTS + part
         pack_marked(lists + slot * GROUPS, start + lanes, mask, words, totals, GROUPS)
-        tl.store(counts + slot, tl.sum((totals & 0xFFFF) + (totals >> 16)))
+        level = (x == score_of(low)).to(tl.uint32) << 16
+        note = tl.sum(mask.to(tl.uint32) + level)
+        tl.store(counts + slot, note.to(tl.int32, bitcast=True))
         if part == 0:
             tl.store(brackets + row * 2, low.to(tl.int32, bitcast=True))
             tl.store(brackets + row * 2 + 1, high.to(tl.int32, bitcast=True))
@@ -112,10 +195,11 @@ def choose_listed(
     else:
         parts = tl.arange(0, PARTS)
         used = parts < (visible + PART - 1) // PART
-        held = tl.load(counts + row * LISTS + parts, mask=used, other=0)
+        held, level = _noted(counts + row * LISTS + parts, used)
         ends = tl.cumsum(held)
         total = tl.sum(held)
-        tl.store(flags + row, (total >= GROUPS).to(tl.int32))
+        tied = tl.where(total - tl.sum(level) < K, TIED, CROWDED)
+        tl.store(flags + row, tl.where(total < GROUPS, 0, tied))
         if total < GROUPS:
             low = tl.load(brackets + row * 2).to(tl.uint32, bitcast=True)
             high = tl.load(brackets + row * 2 + 1).to(tl.uint32, bitcast=True)

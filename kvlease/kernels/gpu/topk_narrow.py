@@ -94,7 +94,7 @@ def words_of(mask):
 
 
 @triton.jit
-def _first_marked(mask, lanes, room, END: tl.constexpr):
+def first_marked(mask, lanes, room, END: tl.constexpr):
     """Return the mask of the first ``room`` marked lanes; more are marked."""
     low = tl.full([], 0, tl.int32)
     high = tl.full([], END, tl.int32)
@@ -174,12 +174,13 @@ def narrow(x, pack, K: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr):
     lanes = lanes_of(PAIRS, GROUPS)
     if count >= GROUPS:
         keys = sortable(x)
-        low, count = find_bar(keys, low, high, count, K, GROUPS - 1, False)
+        if tl.sum((keys > low).to(tl.int32)) >= K:
+            low, count = find_bar(keys, low, high, count, K, GROUPS - 1, False)
         if count >= GROUPS:
             # too many level with the bar: the first of them fill what is left of k
             above = keys > low
             room = K - tl.sum(above.to(tl.int32))
-            first = _first_marked(keys == low, lanes, room, 2 * PAIRS * GROUPS)
+            first = first_marked(keys == low, lanes, room, 2 * PAIRS * GROUPS)
             x = tl.where(above | first, x, float("-inf"))
             count = tl.full([], K, tl.int32)
         words = words_of(x >= score_of(low))

@@ -21,6 +21,9 @@ from kvlease.kernels.gpu.topk_narrow import (
     pointers_of,
 )
 
+CROWDED = tl.constexpr(1)
+"""Flag of a long row with too many scores above its floor."""
+
 
 @triton.jit
 def _finish(
@@ -44,25 +47,50 @@ def _finish(
         tl.store(out_rows + rank, rows, mask=chosen)
 
 
+@triton.jit
+def choose_part(
+    x, visible, source, start, pages, out, best_scores, best_rows, pack,
+    K: tl.constexpr, PAGE_ROWS: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Choose the best k of one part of a row with more than k; a row that is one part is done."""
+    held = visible - start
+    index = tl.arange(0, GROUPS)
+    count = held
+    low = tl.full([], 1, tl.uint32)
+    high = tl.full([], 0xFFFFFFFF, tl.uint32)
+    if held >= GROUPS:
+        count, low, high = narrow(x, pack, K, PAIRS, GROUPS)
+        index = tl.load(pack + index, mask=index < count, other=0, cache_modifier=".cg")
+    final = visible <= 2 * PAIRS * GROUPS
+    to_rows = best_rows
+    if final:
+        to_rows = out
+    if count < K:
+        # the last part may hold fewer than k: what is missing is no row at all
+        tl.store(best_scores + index, float("-inf"), mask=index < K)
+        tl.debug_barrier()
+    _finish(
+        index, count, low, high, source, source, start, pages, best_scores, to_rows, final,
+        K, GROUPS, PAGE_ROWS, False,
+    )  # fmt: skip
+
+
 @triton.jit(
     do_not_specialize=["out_stride", "best_stride", "pack_stride", "scores_stride", "width"]
 )
 def choose_parts(
-    scores, positions, sequences, table, out, flags, best_scores, best_rows, pack, out_stride,
+    scores, positions, sequences, table, out, best_scores, best_rows, pack, out_stride,
     best_stride, pack_stride, scores_stride, width, table_stride, K: tl.constexpr,
     RATIO: tl.constexpr, PAGE_ROWS: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr,
-    BY_SEQUENCE: tl.constexpr, FLAGGED: tl.constexpr, EARLY: tl.constexpr,
+    BY_SEQUENCE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Choose the best k of one part of a row; a row that lies in one part is done."""
+    """Choose the best k of one part of every row, or list all of a row with no more than k."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     start = part * (2 * PAIRS * GROUPS)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    if FLAGGED:  # noqa: SIM102 - the compiler knows this one
-        if tl.load(flags + row) == 0:
-            return
     lanes = lanes_of(PAIRS, GROUPS)
     source = scores + row * scores_stride + start
     at = pointers_of(source, PAIRS, GROUPS)
@@ -81,25 +109,9 @@ def choose_parts(
         if part == 0:
             list_all(visible, pages, out + row * out_stride, K, GROUPS, PAGE_ROWS)
     elif visible > start:
-        held = visible - start
-        index = tl.arange(0, GROUPS)
-        count = held
-        low = tl.full([], 1, tl.uint32)
-        high = tl.full([], 0xFFFFFFFF, tl.uint32)
-        if held >= GROUPS:
-            count, low, high = narrow(x, packed, K, PAIRS, GROUPS)
-            index = tl.load(packed + index, mask=index < count, other=0, cache_modifier=".cg")
-        final = visible <= 2 * PAIRS * GROUPS
-        to_rows = best_rows + best
-        if final:
-            to_rows = out + row * out_stride
-        if count < K:
-            # the last part may hold fewer than k: what is missing is no row at all
-            tl.store(best_scores + best + index, float("-inf"), mask=index < K)
-            tl.debug_barrier()
-        _finish(
-            index, count, low, high, source, source, start, pages, best_scores + best, to_rows,
-            final, K, GROUPS, PAGE_ROWS, False,
+        choose_part(
+            x, visible, source, start, pages, out + row * out_stride, best_scores + best,
+            best_rows + best, packed, K, PAGE_ROWS, PAIRS, GROUPS,
         )  # fmt: skip
 
 
@@ -116,7 +128,7 @@ def choose_of_parts(
     if EARLY:
         gdc_wait()
     if FLAGGED:  # noqa: SIM102 - the compiler knows this one
-        if tl.load(flags + row) == 0:
+        if tl.load(flags + row) != CROWDED:
             return
     if visible > PART:
         pages = pages_of(row, sequences, table, table_stride, BY_SEQUENCE)

@@ -56,6 +56,8 @@ def draw(kind: str, shape: tuple[int, int], device: str) -> Tensor:
             return values.clamp(min=0)
         case "signed zeros":
             return torch.where(values > 0, 0.0, -0.0)
+        case "few above zero":
+            return torch.where(values > 1.9, values, 0.0)
         case "equal":
             return torch.full(shape, 1.5, device=device)
         case "narrow":
@@ -66,7 +68,16 @@ def draw(kind: str, shape: tuple[int, int], device: str) -> Tensor:
             return -values.exp()
 
 
-KINDS = ["normal", "relu", "signed zeros", "equal", "narrow", "clustered", "negative"]
+KINDS = [
+    "normal",
+    "relu",
+    "few above zero",
+    "signed zeros",
+    "equal",
+    "narrow",
+    "clustered",
+    "negative",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
