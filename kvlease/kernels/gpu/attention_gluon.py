@@ -188,6 +188,17 @@ def rotate_back(
 
 
 @gluon.jit
+def leave_stats(
+    partial, peak, total, row, first_head, num_heads, HEADS: gl.constexpr, STATS: gl.constexpr
+):
+    """Store a share's peak and total for `combine`."""
+    heads = first_head + gl.arange(0, HEADS, layout=gl.SliceLayout(1, STATS))
+    stats = partial.stats + (row * num_heads + heads) * 2
+    gl.store(stats, peak, mask=heads < num_heads)
+    gl.store(stats + 1, total, mask=heads < num_heads)
+
+
+@gluon.jit
 def finish(
     acc,
     peak,
@@ -219,7 +230,4 @@ def finish(
         gl.store(queries.out + where, acc.to(gl.bfloat16), mask=is_head)
     else:
         gl.store(partial.sums + where, acc.to(partial.sums.dtype.element_ty), mask=is_head)
-        own = first_head + gl.arange(0, HEADS, layout=gl.SliceLayout(1, STATS))
-        stats = partial.stats + (row * queries.num_heads + own) * 2
-        gl.store(stats, peak, mask=own < queries.num_heads)
-        gl.store(stats + 1, total, mask=own < queries.num_heads)
+        leave_stats(partial, peak, total, row, first_head, queries.num_heads, HEADS, STATS)

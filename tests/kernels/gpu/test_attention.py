@@ -182,6 +182,27 @@ def test_decode_reads_its_window_and_its_chosen_rows_only(
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_logits_may_rise_steeply_from_tile_to_tile(size: Size, device: str) -> None:
+    """Later rows are forty times as long: weights relative to an earlier peak would overflow."""
+    positions, limit = [200, 77], 96
+    rows = random_rows(positions, size, device)
+    ring, windows = ring_of(positions, size, device)
+    rest = store("plain", 8, 24, size, device)
+    index = torch.stack([torch.arange(limit), torch.arange(limit) + limit])
+    index = index.to(device=device, dtype=torch.int32)
+    for listed in index[:, limit - 20 :].long():
+        rest.pool.base.view(-1, size.width)[listed] *= 40
+        rest.flat[listed] = rest.pool.base.view(-1, size.width)[listed].float()
+    keys = [
+        torch.cat([near, rest.flat[listed.long()]])
+        for near, listed in zip(windows, index, strict=True)
+    ]
+    chosen = Listed(rest.pool, index)
+    got = decode_attention(rows, ring, chosen, window_keys=size.window, plan=size.plan)
+    check(rows, got, wanted(rows, keys, None))
+
+
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_decode_reads_every_visible_row_through_its_page_table(
     encoding: str, size: Size, device: str
