@@ -6,7 +6,7 @@ same floor and lists what reaches it; one program a row then chooses among all l
 much at its floor (many equal scores) is flagged and left to the general kernels.
 """
 
-# pyright: basic, reportMissingImports=false, reportIndexIssue=false
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # Triton's language has no types: what a kernel does with them is checked by its tests.
 
 import triton

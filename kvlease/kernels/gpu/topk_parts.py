@@ -5,7 +5,7 @@ A program narrows its part to a few scores, packs them together in position orde
 with it, the lowest positions.
 """
 
-# pyright: basic, reportMissingImports=false, reportIndexIssue=false
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # Triton's language has no types: what a kernel does with them is checked by its tests.
 
 import triton

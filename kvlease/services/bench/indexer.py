@@ -25,6 +25,7 @@ from kvlease.services.bench.peers import DeepGEMM, deep_gemm
 HEADS, WIDTH, PAGE, RATIO, TOPK = 64, 128, 64, 4, 512
 _SCORES_US = {(8, 16_384): 8.2, (32, 16_384): 23.4, (64, 262_144): 581.0, (1, 262_144): None}
 _TOPK_US = {8192: 7.0, 32_768: 12.0, 131_072: 18.0, 262_144: 25.0}
+_BOTH_US = {(8, 16_384): 15.2, (1, 262_144): 28.1}
 _TOPK_SETS = 4
 """Few: in a step, scores are read right after they were written."""
 _MAX_SETS = 14
@@ -44,6 +45,8 @@ def measure(ceilings: Ceilings) -> Iterator[Figure | Skipped]:
         torch.cuda.empty_cache()
     for entries, target in _TOPK_US.items():
         yield _topk(ceilings, 8, entries, target)
+    for (batch, entries), target in _BOTH_US.items():
+        yield _both(ceilings, batch, entries, target)
 
 
 @frozen
@@ -180,3 +183,37 @@ def _topk(ceilings: Ceilings, batch: int, entries: int, target: float) -> Figure
     about = "kernels", "top-k 512, exact", f"{batch} x {entries:,}"
     peers: dict[str, Work] = {"torch.topk": by_torch}
     return compared(about, work, peers, floor_us=floor, target_us=target)
+
+
+def _both(ceilings: Ceilings, batch: int, entries: int, target: float) -> Figure:
+    """Time scores that leave their maxima to the choice, beside the two launched apart."""
+    total, tables = _pages(batch, entries)
+    values = torch.randn(total, PAGE * WIDTH, device="cuda").to(torch.float8_e4m3fn)
+    scales = torch.rand(total, PAGE, device="cuda") + 0.5
+    memory = torch.cat([values.view(torch.uint8), scales.view(torch.uint8)], dim=1)
+    scored = _setup(batch, entries, IndexKeys.in_planes(memory, PAGE), tables)
+    plan = TopkPlan.make(batch, entries, TOPK, torch.device("cuda"))
+    tops = None if plan.long is None else plan.long.tops
+    out = torch.empty(batch, TOPK, dtype=torch.int32, device="cuda")
+
+    def choice(i: int, has_tops: bool) -> None:
+        choose_rows(
+            scored.out, scored.positions, tables[i % len(tables)], out, plan,
+            ratio=RATIO, rows_per_page=PAGE, has_tops=has_tops,
+        )  # fmt: skip
+
+    def together(i: int) -> None:
+        place = i % len(tables)
+        decode_scores(
+            scored.queries[place], scored.weights, scored.keys, tables[place], scored.positions,
+            scored.out, ratio=RATIO, programs=scored.programs, tops=tops,
+        )  # fmt: skip
+        choice(i, tops is not None)
+
+    def apart(i: int) -> None:
+        scored(i)
+        choice(i, False)
+
+    floor = ceilings.floor_us(batch * entries * (WIDTH + 4 + 4))
+    about = "kernels", "scores + top-k 512", f"{batch} x {entries:,} fp8 keys"
+    return compared(about, together, {"apart": apart}, floor_us=floor, target_us=target)
