@@ -108,6 +108,25 @@ def _tensor(values: NDArray[np.generic]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values))
 
 
+class Endings:
+    """The groups of some ratio that end at given rows, by sequence and number, in host memory."""
+
+    def __init__(self, sequences: _Ints, positions: _Ints) -> None:
+        """Take each row's sequence and position, [N]."""
+        self._sequences = sequences
+        self._positions = positions
+        self._found: dict[int, tuple[Tensor, Tensor] | None] = {}
+
+    def of(self, ratio: int) -> tuple[Tensor, Tensor] | None:
+        """Return sequences and numbers of the groups of ``ratio`` tokens, None if none ends."""
+        if ratio not in self._found:
+            ends = np.flatnonzero(self._positions % ratio == ratio - 1)
+            numbers = self._positions[ends] // ratio
+            found = _tensor(self._sequences[ends]), _tensor(numbers)
+            self._found[ratio] = found if len(ends) else None
+        return self._found[ratio]
+
+
 class StepPlan:
     """One step's rows and the index tensors derived from them, each made on first use."""
 
@@ -132,7 +151,10 @@ class StepPlan:
         self._first_rows = np.cumsum(lengths) - lengths
         sequences = np.repeat(np.arange(self.num_sequences), lengths)
         offsets = np.arange(self.num_rows) - self._first_rows[sequences]
-        flat = np.concatenate([np.asarray(part, dtype=np.int64) for part in tokens])
+        if self.is_decode:
+            flat = np.fromiter((part[0] for part in tokens), np.int64, self.num_sequences)
+        else:
+            flat = np.concatenate([np.asarray(part, dtype=np.int64) for part in tokens])
         self._sequences = self._pad(sequences)
         self._positions = self._pad(self._starts[sequences] + offsets)
         self._tokens = self._pad(flat)
@@ -144,7 +166,6 @@ class StepPlan:
         self._visible: dict[int, Visible] = {}
         self._closings: dict[tuple[int, int, bool], Closings | None] = {}
         self._phases: dict[int, Tensor] = {}
-        self._endings: dict[int, tuple[Tensor, Tensor] | None] = {}
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -156,14 +177,11 @@ class StepPlan:
         """Each row's position, [N] int64."""
         return self._placed(self._positions)
 
-    def endings(self, ratio: int) -> tuple[Tensor, Tensor] | None:
-        """Return sequences and numbers of the groups that end in this step, in host memory."""
-        if ratio not in self._endings:
-            positions = self._positions[: self.num_rows]
-            ends = np.flatnonzero(positions % ratio == ratio - 1)
-            found = _tensor(self._sequences[ends]), _tensor(positions[ends] // ratio)
-            self._endings[ratio] = found if len(ends) else None
-        return self._endings[ratio]
+    @cached_property
+    def endings(self) -> "Endings":
+        """Which groups end in this step."""
+        real = slice(self.num_rows)
+        return Endings(self._sequences[real], self._positions[real])
 
     @property
     def host_positions(self) -> _Ints:

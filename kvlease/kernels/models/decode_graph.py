@@ -11,44 +11,81 @@ from typing import final
 import numpy as np
 import torch
 from attrs import define, frozen
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlease.kernels.gpu.step_rows import StepRows
-from kvlease.kernels.models.device_rows import Ints, LayerMemory, joined, step_rows
+from kvlease.kernels.models.device_rows import Ints, LayerMemory, step_rows
 from kvlease.kernels.models.device_step import DeviceLayers, Pending
 from kvlease.protocols.schema import AnyLayer
 
 MAX_BUCKET = 128
 _LEAST_PAGES = 16
+_ALIGNED = 4
+"""Rows begin at multiples of 16 bytes, so that kernels are compiled once for every batch."""
 
 Memory = Sequence[tuple[AnyLayer, LayerMemory]]
 
 
+def round_to_power(count: int) -> int:
+    """Return the least power of two that is not below ``count``."""
+    return 1 << (count - 1).bit_length()
+
+
 @frozen
 class DecodeNumbers:
-    """A decode step's numbers in host memory, int32: one row a sequence; table [B, P]."""
+    """A decode step's numbers in host memory: one row a sequence; table [B, P]."""
 
-    positions: Ints
-    tokens: Ints
-    slots: Ints
-    table: Ints
-
-    def padded(self, batch: int, pages: int) -> "DecodeNumbers":
-        """Return the numbers of a batch filled up with rows that are none."""
-        more = batch - len(self.positions)
-        positions = np.concatenate([self.positions, np.full(more, -1, dtype=np.int32)])
-        tokens, slots = (
-            np.concatenate([part, np.zeros(more, dtype=np.int32)])
-            for part in (self.tokens, self.slots)
-        )
-        table = np.zeros((batch, pages), dtype=np.int32)
-        table[: len(self.table), : self.table.shape[1]] = self.table
-        return DecodeNumbers(positions, tokens, slots, table)
+    positions: NDArray[np.integer]
+    tokens: NDArray[np.integer]
+    slots: NDArray[np.integer]
+    table: NDArray[np.integer]
 
     @property
-    def parts(self) -> list[Ints]:
-        """In the order of the static buffer."""
-        return [self.positions, self.tokens, self.slots, self.table]
+    def bucket(self) -> tuple[int, int]:
+        """The size that the batch and its page tables are filled up to."""
+        count, pages = self.table.shape
+        return round_to_power(count), max(_LEAST_PAGES, round_to_power(pages))
+
+
+@frozen
+class Layout:
+    """Where a bucket's numbers lie in one int32 buffer; rows that are none have position -1."""
+
+    batch: int
+    pages: int
+
+    @property
+    def size(self) -> int:
+        """Numbers of the buffer."""
+        return self._row * 3 + self.batch * self.pages
+
+    @property
+    def _row(self) -> int:
+        return max(self.batch, _ALIGNED)
+
+    def fill(self, buffer: Ints, numbers: DecodeNumbers) -> None:
+        """Write a step's numbers, and what stands for no number."""
+        count, width = numbers.table.shape
+        buffer[:] = 0
+        rows = buffer[: 3 * self._row].reshape(3, self._row)
+        rows[0] = -1
+        rows[0, :count], rows[1, :count] = numbers.positions, numbers.tokens
+        rows[2, :count] = numbers.slots
+        table = buffer[3 * self._row :].reshape(self.batch, self.pages)
+        table[:count, :width] = numbers.table
+
+    def parts(self, buffer: Tensor) -> tuple[StepRows, Tensor]:
+        """Return the rows and tokens [B] that a buffer on the device holds."""
+        rows = buffer[: 3 * self._row].view(3, self._row)[:, : self.batch]
+        table = buffer[3 * self._row :].view(self.batch, self.pages)
+        return step_rows(rows[0], table, rows[2]), rows[1]
+
+    def place(self, numbers: DecodeNumbers) -> Tensor:
+        """Return a step's numbers in pinned memory, which torch keeps until copies end (R13)."""
+        pinned = torch.empty(self.size, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+        self.fill(pinned.numpy(), numbers)
+        return pinned
 
 
 @define
@@ -79,26 +116,20 @@ class DecodeGraphs:
 
         Ownership: the results are the graph's own, valid in stream order until its next run.
         """
-        count, pages = numbers.table.shape
-        batch = 1 << (count - 1).bit_length()
-        width = max(_LEAST_PAGES, 1 << (pages - 1).bit_length())
-        whole, places = joined(numbers.padded(batch, width).parts)
-        staged = torch.from_numpy(whole).pin_memory()
-        key = batch, width, *(part.addresses for _, part in memory)
+        count, layout = len(numbers.positions), Layout(*numbers.bucket)
+        staged = layout.place(numbers)
+        key = layout, *(part.addresses for _, part in memory)
         found = self._captured.get(key)
         if found is None:
             buffer = staged.to(self._layers.packed.weights.embed.device)
-            found = self._captured[key] = self._capture(buffer, places, (batch, width), memory)
+            found = self._captured[key] = self._capture(buffer, layout, memory)
         else:
             found.buffer.copy_(staged, non_blocking=True)
         found.graph.replay()
         return found.logits[:count], found.tokens[:count]
 
-    def _capture(
-        self, buffer: Tensor, places: list[slice], shape: tuple[int, int], memory: Memory
-    ) -> _Captured:
-        positions, tokens, slots, table = (buffer[where] for where in places)
-        rows = step_rows(positions, table.view(shape), slots)
+    def _capture(self, buffer: Tensor, layout: Layout, memory: Memory) -> _Captured:
+        rows, tokens = layout.parts(buffer)
         # the first run compiles; a step that runs twice leaves the same rows
         self._step(rows, tokens, memory)
         graph = torch.cuda.CUDAGraph()

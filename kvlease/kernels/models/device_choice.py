@@ -54,12 +54,14 @@ def choose(
     if stretches is None:
         width = max(rows.table.shape[1] * page_rows, _LEAST)
         scores = head_weights.new_empty((len(queries), width))
+        plan = TopkPlan.make(len(queries), width, k, queries.device)
+        tops = None if plan.long is None else plan.long.tops
         decode_scores(
-            queries, head_weights, keys, rows.table, rows.positions, scores,
+            queries, head_weights, keys, rows.table, rows.positions, scores, tops=tops,
             ratio=config.sparse_ratio, programs=PROGRAMS_PER_SM * multiprocessors(queries.device),
         )  # fmt: skip
-        plan = TopkPlan.make(len(queries), width, k, queries.device)
-        choose_best(scores, rows.positions, rows.table, out, plan)
+        has_tops = tops is not None
+        choose_best(scores, rows.positions, rows.table, out, plan, has_tops=has_tops)
         return out
     for part in _pieces(stretches):
         where, width = slice(part.first, part.end), max(round_up(part.keys, 4), _LEAST)
@@ -70,7 +72,8 @@ def choose(
             queries[where], head_weights[where], keys, table[0], mine, scores,
             ratio=config.sparse_ratio,
         )  # fmt: skip
-        plan = TopkPlan.make(len(mine), width, k, queries.device)
+        # so many rows fill the device without the lists that a few long ones need
+        plan = TopkPlan.make(len(mine), width, k, queries.device, short=width)
         first = torch.zeros_like(mine)
         choose_best(scores, mine, table, out[where], plan, sequences=first)
     return out

@@ -10,6 +10,7 @@ from typing import cast, final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlease.errors import UsageError
@@ -17,7 +18,7 @@ from kvlease.kernels.gpu.step_rows import StepRows
 from kvlease.kernels.models.attention_block import StepView
 from kvlease.kernels.models.chunk_state import ChunkState
 from kvlease.kernels.models.config import V4Config
-from kvlease.kernels.models.decode_graph import MAX_BUCKET, DecodeGraphs, DecodeNumbers
+from kvlease.kernels.models.decode_graph import MAX_BUCKET, DecodeGraphs, DecodeNumbers, Layout
 from kvlease.kernels.models.device_rows import open_layer, paged_rows, place_parts, step_rows
 from kvlease.kernels.models.device_step import DeviceLayers, Pending
 from kvlease.kernels.models.device_weights import pack_weights, runs_on_kernels
@@ -25,9 +26,9 @@ from kvlease.kernels.models.step_run import TokensDrawn
 from kvlease.kernels.models.weights import ModelWeights
 from kvlease.kernels.placing import fetch, place
 from kvlease.kernels.sampling_device import PendingDraw
-from kvlease.kernels.step_plan import StepPlan
+from kvlease.kernels.step_plan import Endings, StepPlan
 from kvlease.kernels.tiling import FAST
-from kvlease.kernels.views import pages_of, require_open, slots_of
+from kvlease.kernels.views import RowIndex, pages_of, require_open, slots_of
 from kvlease.protocols.ports import SampledToken, Sampling, StepInput
 from kvlease.protocols.schema import AnyLayer
 from kvlease.protocols.views import SlidingStepView, SparseStepView
@@ -44,6 +45,7 @@ class DeviceRun:
         self._inputs = inputs
         self._device = layers.packed.weights.embed.device
         self._before: Pending | Tensor | None = None
+        self._tokens: Tensor | None = None
         self._plan: StepPlan | None = None
         self._chunk: ChunkState | None = None
         self._own: Tensor | None = None
@@ -74,14 +76,15 @@ class DeviceRun:
     def layer(self, layer: AnyLayer, view: StepView) -> None:
         """Run one layer: attention, then experts."""
         plan, rows = self._placed(view)
-        self._require_open(view, plan)
+        self._require_open(view, plan.endings, plan.index)
         config = self._layers.config
         windows = None
         if self._chunk is not None and self._own is not None:
             windows = self._chunk.windows(view, self._own, config.head_dim)
-        before = plan.tokens.int() if self._before is None else self._before
+        assert self._before is not None, "tokens are placed with the rows"
+        assert self._tokens is not None, "tokens are placed with the rows"
         self._before, joined = self._layers.layer(
-            before, plan.tokens, layer, open_layer(view), rows, windows
+            self._before, self._tokens, layer, open_layer(view), rows, windows
         )
         if self._chunk is not None and windows is not None:
             weights = self._layers.packed.layers[layer.id].weights.attention
@@ -95,22 +98,37 @@ class DeviceRun:
         if plan is None:
             raise UsageError("the step's launches ran out of order: begin() comes first")
         if self._rows is None:
-            numbers = [plan.host_positions, slots_of(view.window).numpy()]
-            if self._chunk is not None:
-                numbers += [plan.host_sequences, plan.host_starts, self._chunk.own]
-            parts = place_parts([part.astype(np.int32) for part in numbers], self._device)
-            positions, slots, *of_chunk = parts
-            sequences, starts, self._own = of_chunk or (None, None, None)
-            no_table = positions.unsqueeze(1)
-            self._rows = step_rows(positions, no_table, slots, sequences, starts)
+            self._rows = self._first_rows(plan, view)
         handle = paged_rows(view)
         if handle is not None and not self._has_table:
-            table = place(pages_of(handle).int(), self._device)
-            self._rows = self._rows._replace(table=table, table_row=table.stride(0))
+            if self._chunk is None:
+                self._rows = self._first_rows(plan, view)
+            else:
+                (table,) = place_parts([pages_of(handle).numpy().astype(np.int32)], self._device)
+                self._rows = self._rows._replace(table=table, table_row=table.stride(0))
             self._has_table = True
         return plan, self._rows
 
-    def _require_open(self, view: StepView, plan: StepPlan) -> None:
+    def _first_rows(self, plan: StepPlan, view: StepView) -> StepRows:
+        """Place what does not need page tables. A decode step is as wide as its graph would be."""
+        numbers = _numbers(plan.host_positions, plan.host_tokens, [view])
+        if self._chunk is None:
+            layout = Layout(*numbers.bucket)
+            placed = layout.place(numbers).to(self._device, non_blocking=True)
+            rows, self._tokens = layout.parts(placed)
+            if self._before is None:
+                self._before = self._tokens
+            return rows
+        host = (
+            numbers.positions, numbers.tokens, numbers.slots, plan.host_sequences,
+            plan.host_starts, self._chunk.own,
+        )  # fmt: skip
+        parts = place_parts([part.astype(np.int32) for part in host], self._device)
+        positions, self._tokens, slots, sequences, starts, self._own = parts
+        self._before = self._tokens
+        return step_rows(positions, positions.unsqueeze(1), slots, sequences, starts)
+
+    def _require_open(self, view: StepView, endings: Endings, index: RowIndex) -> None:
         """Check that the groups which end in this step lie in the sequences' open pages."""
         if isinstance(view, SlidingStepView):
             return
@@ -118,10 +136,10 @@ class DeviceRun:
         ratio, opened = config.heavy_ratio, [view.latent_open]
         if isinstance(view, SparseStepView):
             ratio, opened = config.sparse_ratio, [view.latent_open, view.index_k_open]
-        ends = plan.endings(ratio)
+        ends = endings.of(ratio)
         if ends is not None:
             for handle in opened:
-                require_open(handle, *ends, plan.index)
+                require_open(handle, *ends, index)
 
     @torch.inference_mode()
     def finish(self) -> None:
@@ -136,24 +154,19 @@ class DeviceRun:
             self._tell(logits, tokens, asked)
         else:
             self.result.fill(list[SampledToken], asked, None)
-        self._plan = self._before = self._rows = self._chunk = None
+        self._plan = self._before = self._tokens = self._rows = self._chunk = None
 
     @torch.inference_mode()
     def whole(self, layers: Sequence[tuple[AnyLayer, StepView]]) -> None:
         """Run a whole decode step, all of whose layers are resolved, by one captured graph."""
-        self.begin()
-        plan = self._plan
-        assert plan is not None
+        sequences = self._inputs.sequences
+        count = len(sequences)
+        positions = np.fromiter((part.start for part in sequences), np.int64, count)
+        tokens = np.fromiter((part.tokens[0] for part in sequences), np.int64, count)
+        endings, index = Endings(np.arange(count), positions), RowIndex()
         for _, view in layers:
-            self._require_open(view, plan)
-        tables = [handle for _, view in layers if (handle := paged_rows(view)) is not None]
-        count = len(self._inputs.sequences)
-        numbers = DecodeNumbers(
-            plan.host_positions.astype(np.int32),
-            plan.host_tokens.astype(np.int32),
-            slots_of(layers[0][1].window).numpy().astype(np.int32),
-            pages_of(tables[0]).numpy().astype(np.int32) if tables else np.zeros((count, 1), "i4"),
-        )
+            self._require_open(view, endings, index)
+        numbers = _numbers(positions, tokens, [view for _, view in layers])
         memory = [(layer, open_layer(view)) for layer, view in layers]
         logits, tokens = self._graphs.run(numbers, memory)
         asked = self._asked()
@@ -169,12 +182,22 @@ class DeviceRun:
         """Draw in the stream's order and leave the result."""
         sequences = self._inputs.sequences
         how = [way for part in sequences if (way := part.sample) is not None]
-        places = [part.start + len(part.tokens) for part in compress(sequences, asked)]
         if self._inputs.digests or not all(map(_is_greedy, how)):
+            places = [part.start + len(part.tokens) for part in compress(sequences, asked)]
             draw = PendingDraw(logits, how, places, digests=self._inputs.digests)
             self.result.fill(draw.collect, asked, logits)
         else:
             self.result.fill(partial(_name_tokens, fetch(tokens)), asked, logits)
+
+
+def _numbers(
+    positions: NDArray[np.int64], tokens: NDArray[np.int64], views: Sequence[StepView]
+) -> DecodeNumbers:
+    """Return a step's numbers; an empty table where none of the views has pages."""
+    slots = slots_of(views[0].window).numpy()
+    handle = next((h for view in views if (h := paged_rows(view)) is not None), None)
+    table = np.zeros((len(slots), 1), np.int64) if handle is None else pages_of(handle).numpy()
+    return DecodeNumbers(positions, tokens, slots, table)
 
 
 def _name_tokens(tokens: Tensor) -> list[SampledToken]:
