@@ -118,8 +118,9 @@ def raise_tops(
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * (2 * PAIRS * GROUPS)
     if EARLY:
-        gdc_launch_dependents()
+        # in this order: what starts early may then rely on all that came before these launches
         gdc_wait()
+        gdc_launch_dependents()
     visible = tl.maximum(tl.load(positions + row) + 1, 0) // RATIO
     if visible > start:
         at = pointers_of(scores + row * scores_stride + start, PAIRS, GROUPS)

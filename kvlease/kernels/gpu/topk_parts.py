@@ -89,8 +89,9 @@ def choose_parts(
     part = tl.program_id(1)
     start = part * (2 * PAIRS * GROUPS)
     if EARLY:
-        gdc_launch_dependents()
+        # in this order: what starts early may then rely on all that came before these launches
         gdc_wait()
+        gdc_launch_dependents()
     lanes = lanes_of(PAIRS, GROUPS)
     source = scores + row * scores_stride + start
     at = pointers_of(source, PAIRS, GROUPS)
