@@ -30,7 +30,7 @@ MANY = 128
 LISTS = 32
 """Lists of a row at most."""
 LIST_PART = 2048
-LAST_WARPS = 8
+LAST_WARPS = 4
 COPIES = 8
 """Copies of the tops of a single row, so that raising them does not wait in line."""
 _PER_WARP = 512
