@@ -81,6 +81,22 @@ async def test_a_slow_reader_cannot_hold_a_drain_up() -> None:
             assert (await server.service.drain()).cut == 1
 
 
+async def test_a_drain_ends_although_whoever_asked_has_gone() -> None:
+    """Otherwise a server whose admin loses the connection refuses everybody for ever."""
+    async with open_server(config=CONFIG) as server, kvlease.connect(server.address) as client:
+        async with client.generate([1, 2, 3], PARAMS) as answer:
+            await answer.__anext__()
+            async with kvlease.connect(server.address) as admin, trio.open_nursery() as nursery:
+                nursery.start_soon(admin.drain)
+                await until(lambda: server.service.status == "draining")
+                nursery.cancel_scope.cancel()
+            await until(lambda: len(server.service.clients) == 1)
+            with trio.fail_after(20):
+                assert len((await answer.drain()).tokens) == 300
+                await server.service.drained.wait()
+        assert (await server.service.drain()).is_whole
+
+
 async def test_an_idle_server_drains_at_once_and_tells_its_clients() -> None:
     async with open_server() as server:
         raw = await server.raw()

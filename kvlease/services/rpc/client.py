@@ -130,6 +130,8 @@ class Client:
 
         Checkpoints: on entry. Raises ConnectionLost and Refused as the answer's iteration does.
         """
+        if window < 1:
+            raise UsageError(f"window is {window}; give 1 or more, or no token may be sent")
         number = next(self._numbers)
         tokens = _pack(prompt)
         link = await self.link()

@@ -122,7 +122,8 @@ class RpcDoor:
     async def _listen(self, clients: trio.Nursery) -> None:
         async with trio.open_nursery() as accepting:
             accepting.start_soon(self._accept, clients)
-            await self._service.drained.wait()
+            await self._service.drain_asked.wait()
+            await self._service.drain()
             accepting.cancel_scope.cancel()
 
     async def _accept(self, clients: trio.Nursery) -> None:

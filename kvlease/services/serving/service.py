@@ -84,6 +84,8 @@ class Service:
         self.tenants = tenants
         self.limits = limits
         self.status: Literal["serving", "draining"] = "serving"
+        self.drain_asked = trio.Event()
+        """Set once somebody has called `drain`."""
         self.drained = trio.Event()
         """Set once no call is left after `drain`."""
         self.num_streams = 0
@@ -101,6 +103,8 @@ class Service:
         self._idle = trio.Event()
         self._idle.set()
         self._cut = 0
+        self._drain_lock = trio.Lock()
+        self._drain_end_s = 0.0
 
     # -- clients -------------------------------------------------------------------------------
 
@@ -319,24 +323,32 @@ class Service:
     async def drain(self) -> DrainReport:
         """Take no more calls and wait for those that run, up to the limit; then cut them short.
 
-        Checkpoints: always. Called again it waits for the first drain's end.
+        Checkpoints: always. Any number may call it, and wait for the one end; if the one who does
+        the work is cancelled, another goes on. A door waits for `drain_asked` and calls it too, so
+        that it ends although whoever asked has gone.
         """
-        if self.status == "draining":
-            await self.drained.wait()
-            return DrainReport(self._cut)
-        self.status = "draining"
-        if self._log.normal:
-            self._emit(RpcDrain(state="begin", streams=self.num_streams))
-        with trio.move_on_after(self.limits.drain_timeout_s):
+        if self.status != "draining":
+            self.status = "draining"
+            self._drain_end_s = trio.current_time() + self.limits.drain_timeout_s
+            self.drain_asked.set()
+            if self._log.normal:
+                self._emit(RpcDrain(state="begin", streams=self.num_streams))
+        async with self._drain_lock:
+            if not self.drained.is_set():
+                await self._finish()
+        return DrainReport(self._cut)
+
+    async def _finish(self) -> None:
+        """Wait for the last stream, and for none of them too long."""
+        with trio.CancelScope(deadline=self._drain_end_s):
             await self._idle.wait()
-        self._cut = self.num_streams
+        self._cut = max(self._cut, self.num_streams)
         for scope in list(self._open):
             scope.cancel()
         await self._idle.wait()
         if self._log.normal:
             self._emit(RpcDrain(state="end", streams=0, cut=self._cut))
         self.drained.set()
-        return DrainReport(self._cut)
 
     # -- accounts ------------------------------------------------------------------------------
 

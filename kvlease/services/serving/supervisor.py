@@ -92,7 +92,7 @@ async def serve(plan: Plan, log: EventLog, say: Callable[[str], None]) -> ServeO
                     f" {loaded_s - started_s:.1f} s, open {trio.current_time() - loaded_s:.2f} s"
                     " later)"
                 )
-                await service.drained.wait()
+                await service.drain_asked.wait()
                 outcome.cut = (await service.drain()).cut
                 with trio.move_on_after(FAREWELL_S):
                     await _until_empty(service)
