@@ -8,6 +8,7 @@ that a query's heads are read once for as many keys as fit.
 # pyright: reportCallIssue=false
 # Triton's language has no types: what a kernel does with them is checked by its tests.
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -108,6 +109,6 @@ def prefill_scores(
         RATIO=ratio,
         TILE=tile,
         QUERIES=each,
-        STAGES=4,
+        STAGES=4 if queries.dtype == torch.float8_e4m3fn else 3,
         num_warps=4,
     )
