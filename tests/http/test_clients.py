@@ -6,6 +6,8 @@ import json
 import random
 import socket
 
+import h2.connection
+import h2.events
 import pytest
 import trio
 from hypothesis import given, settings
@@ -81,6 +83,39 @@ async def test_a_client_that_takes_nothing_ends_within_the_limit_and_delays_nobo
         (call,) = [e for e in server.events if isinstance(e, RpcCall) and e.output_tokens > 4]
         assert call.code == "cancelled"
         sock.close()
+
+
+async def test_a_stream_of_http2_that_stands_still_holds_nothing_and_loses_nothing() -> None:
+    """Flow control is the client's: who opens no window must not hold a stream of the engine."""
+    async with open_server(ENDLESS) as server:
+        client = h2.connection.H2Connection()
+        client.initiate_connection()
+        body = asks(1000, logprobs=True, top_logprobs=2).partition(b"\r\n\r\n")[2]
+        head = [(":method", "POST"), (":path", "/v1/chat/completions"), (":scheme", "http")]
+        client.send_headers(1, [*head, (":authority", "x")])
+        client.send_data(1, body, end_stream=True)
+        async with await trio.open_tcp_stream("127.0.0.1", server.port) as stream:
+            await stream.send_all(client.data_to_send())
+            seen: list[h2.events.Event] = []
+
+            async def listen() -> None:
+                async for piece in stream:
+                    seen.extend(client.receive_data(piece))
+                    await stream.send_all(client.data_to_send())
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(listen)
+                await until(lambda: server.service.clients)
+                with trio.fail_after(20):
+                    await until(lambda: not server.service.clients)
+                assert not any(isinstance(e, h2.events.StreamEnded) for e in seen)
+                client.increment_flow_control_window(1 << 24)
+                client.increment_flow_control_window(1 << 24, 1)
+                await stream.send_all(client.data_to_send())
+                await until(lambda: any(isinstance(e, h2.events.StreamEnded) for e in seen))
+                got = b"".join(e.data for e in seen if isinstance(e, h2.events.DataReceived))
+                assert got.endswith(b"[DONE]\n\n")
+                nursery.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize(
