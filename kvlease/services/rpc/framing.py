@@ -109,7 +109,7 @@ class FrameReader:
         self._max_bytes = max_bytes
         self._frame_timeout_s = frame_timeout_s
         self._idle_timeout_s = idle_timeout_s
-        self._buffer = bytearray()
+        self._buffer: bytearray = bytearray()
         self._frame_end_s = math.inf
 
     async def receive(self) -> list[bytes]:
@@ -186,7 +186,7 @@ class FrameWriter:
         self._stream = stream
         self._timeout_s = timeout_s
         self._refill = refill
-        self._buffer = bytearray()
+        self._buffer: bytearray = bytearray()
         self._wake = trio.Event()
         self._sent = trio.Event()
         self._is_finishing = False
