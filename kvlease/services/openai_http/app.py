@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, final
 
 import msgspec
@@ -82,8 +83,10 @@ class Generating:
             await self._turn_away(channel, error, client.tenant, client)
             return
         async with open_flat_nursery() as nursery:
-            # A client that goes away takes its request with it.
-            nursery.start_soon(_watch, channel, nursery.cancel_scope)
+            # A client that goes away, or takes nothing, takes its request with it.
+            nursery.start_soon(_end_when, channel.wait_gone, nursery.cancel_scope)
+            stuck = partial(channel.wait_stuck, limits.slow_reader_timeout_s)
+            nursery.start_soon(_end_when, stuck, nursery.cancel_scope)
             try:
                 await Generation(context, client, channel, job).run()
             except KVLeaseError as error:
@@ -91,8 +94,8 @@ class Generating:
             nursery.cancel_scope.cancel()
 
 
-async def _watch(channel: Channel, scope: trio.CancelScope) -> None:
-    await channel.wait_gone()
+async def _end_when(gone: Callable[[], Awaitable[None]], scope: trio.CancelScope) -> None:
+    await gone()
     scope.cancel()
 
 

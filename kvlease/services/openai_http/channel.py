@@ -37,6 +37,7 @@ class Channel:
         self._lock = trio.Lock()
         self.has_begun = False
         self._is_whole = False
+        self._writing_since_s: float | None = None
 
     @property
     def peer(self) -> str:
@@ -90,6 +91,17 @@ class Channel:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
+    async def wait_stuck(self, limit_s: float) -> None:
+        """Return when the client has taken longer than that for one piece of the answer.
+
+        Over HTTP/2 a stream can stand still on a connection that is alive. Checkpoints: always.
+        """
+        while True:
+            await trio.sleep(limit_s / 4)
+            since_s = self._writing_since_s
+            if since_s is not None and trio.current_time() - since_s > limit_s:
+                return
+
     async def begin_events(self) -> None:
         """Begin to answer with a stream of events, unless that has begun."""
         async with self._lock:
@@ -109,13 +121,21 @@ class Channel:
         except trio.WouldBlock:
             await self._lock.acquire()
         try:
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            await self._send_body(data, is_last=False)
         finally:
             self._lock.release()
 
     async def end(self, data: bytes = b"") -> None:
         """Send the answer's last piece."""
-        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+        await self._send_body(data, is_last=True)
+
+    async def _send_body(self, data: bytes, *, is_last: bool) -> None:
+        self._writing_since_s = trio.current_time()
+        try:
+            message = {"type": "http.response.body", "body": data, "more_body": not is_last}
+            await self._send(message)
+        finally:
+            self._writing_since_s = None
 
     async def reply(self, data: bytes, *, status: int = 200, kind: bytes = _JSON[1]) -> None:
         """Answer in one piece."""
