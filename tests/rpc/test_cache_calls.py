@@ -92,6 +92,7 @@ async def test_a_subscription_goes_on_over_a_broken_connection_without_a_gap() -
             await trio.aclose_forcefully(link._stream)
             await until(lambda: link.lost is not None)
             await crowd_out(client)
+            await until(lambda: not server.engine._core.transfers)
             await until(lambda: changes.last == channel.last)
             numbers = [(await changes.__anext__()).number for _ in range(channel.last)]
         assert numbers == list(range(1, channel.last + 1))
@@ -104,6 +105,7 @@ async def test_who_comes_too_late_is_told_what_is_lost() -> None:
     async with open_server(config=config) as server, kvlease.connect(server.address) as client:
         await ask(client, PROMPT)
         await crowd_out(client)
+        await until(lambda: not server.engine._core.transfers)
         channel = server.engine.cache.changes()
         async with client.changes(since=0) as changes:
             await until(lambda: changes.last == channel.last)
