@@ -49,8 +49,6 @@ SIZES = [
     pytest.param(Size(64, 16, 32, 10, Plan(16, 32, 1, 4)), id="one share"),
     pytest.param(Size(64, 16, 32, 10, Plan(16, 16, 3, 4)), id="three shares"),
     full_size(64, None),
-    full_size(10, None),
-    full_size(128, Plan(64, 64, 1, 8, schedule="wide")),
     full_size(64, Plan(64, 64, 3, 8, schedule="wide")),
 ]
 
@@ -231,8 +229,6 @@ def test_decode_reads_every_visible_row_through_its_page_table(
 
 PREFILL_SIZES = [
     pytest.param(Size(64, 16, 32, 12, None), id="small"),
-    full_size(64, None),
-    full_size(10, None),
     full_size(128, None),
 ]
 
