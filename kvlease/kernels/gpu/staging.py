@@ -7,10 +7,12 @@ stream: what it records there covers the whole move.
 
 Why so: a copy engine leaves the multiprocessors to compute, and a kernel that crosses the link does
 not. Measured on an H200, 1,024 scattered pages of DeepSeek-V4-Flash (fp8, 43 layers), pinned copies
-at 55.3 GB/s: this way loads at 53.6 GB/s; beside a bf16 matmul loop loads and stores at 54.4, the
-loop keeping 92 to 97 % of its rate. Kernels over pinned memory: 48 to 49.5 GB/s, beside
-the loop loads at 38 with 77 % kept, stores at 46 with 32 %. Engines straight to pages of 46 KB: 45
-to 51 GB/s, of 8 KB a tenth.
+at 55.2 GB/s: this way loads at 52.1 to 52.6 GB/s and stores at 51.4 to 52.9; beside a bf16 matmul
+loop at 48.9 and 48.5, the loop keeping 96 and 100 % of its rate; with the second stage at copies'
+priority, as an engine's streams have it, at 54.4 with 92 to 97 % kept (that with records of groups,
+moved again and again). Kernels over pinned memory: 48 to 49.5 GB/s, beside the loop loads at 38
+with 77 % kept, stores at 46 with 32 %. Engines straight to pages of 46 KB: 45 to 51 GB/s, of 8 KB a
+tenth.
 """
 
 from collections.abc import Callable, Sequence
