@@ -93,7 +93,9 @@ def chosen_addresses(chosen, n, position, slots, wanted, KIND: tl.constexpr, PAG
     else:
         row = tl.load(chosen.sequence + n).to(tl.int64) if chosen.sequence is not None else n
         page = tl.load(chosen.rows + row * chosen.limit + slots // PAGE, mask=wanted, other=0)
-        return page * PAGE + slots % PAGE, wanted
+        # the choice also hides from the compiler what it would get wrong: that a row of an even
+        # number starts at a multiple of 16 bytes says nothing of the row after it
+        return tl.where(wanted, page * PAGE + slots % PAGE, -1), wanted
 
 
 @triton.jit

@@ -54,9 +54,18 @@ class Pool:
 
     @property
     def paged(self) -> int:
-        """Rows of a page, or 0 where rows follow each other across pages, scales inside them."""
+        """Rows of a page, or 0 where rows follow each other across pages, scales inside them.
+
+        Raises:
+            ValueError: rows cannot be read whole, since pages lie askew.
+        """
         is_even = self.base.stride(0) == self.page_rows * self.row_stride
-        return 0 if is_even and self.scale_stride in (0, self.row_stride) else self.page_rows
+        if is_even and self.scale_stride in (0, self.row_stride):
+            return 0
+        stride = self.base.stride(0) * self.base.element_size()
+        if stride % 16:
+            raise ValueError(f"pages {stride} bytes apart; attention needs a multiple of 16")
+        return self.page_rows
 
 
 def pool_of(base: Tensor, width: int, rope: int) -> Pool:

@@ -90,7 +90,7 @@ def store(encoding: str, pages: int, rows: int, size: Size, device: str) -> Stor
     if encoding == "packed":
         return Store(pool_of(packed, width, rope), flat)
     cut = width + rope
-    pad = torch.full((pages, 40), 255, dtype=torch.uint8, device=device)
+    pad = torch.full((pages, 48), 255, dtype=torch.uint8, device=device)
     parts = [packed[..., :cut].flatten(1), packed[..., cut:].flatten(1), pad]
     return Store(planar_pool(torch.cat(parts, dim=1), rows, width, rope), flat)
 
@@ -283,6 +283,13 @@ def test_quantised_channels_are_cut_into_powers_of_two(
     channels: int, parts: tuple[int, int, int]
 ) -> None:
     assert packed_parts(channels) == parts
+
+
+def test_pages_that_lie_askew_are_refused(device: str) -> None:
+    """A row that starts at an odd place could not be read 16 bytes at a time."""
+    pool = planar_pool(torch.zeros(3, 1000, dtype=torch.uint8, device=device), 4, 64, 16)
+    with pytest.raises(ValueError, match="pages 1000 bytes apart"):
+        pool.paged  # noqa: B018 - asking is the test
 
 
 def test_an_odd_number_of_channels_is_refused() -> None:
