@@ -84,6 +84,12 @@ def test_the_environment_names_the_file_and_lists_addresses(tmp_path: Path) -> N
         ("engine = 3", r"serve\.toml: engine: Expected"),
         ("[[tenants]]\nname = 'a'", r"tenants\[0\]: .*secret_file"),
         ("x = = 1", r"serve\.toml is no TOML"),
+        ("[limits]\nframe_timeout_s = nan", r"limits\.frame_timeout_s: .* is nan; give seconds"),
+        ("[limits]\nwrite_timeout_s = inf", r"limits\.write_timeout_s: .* is inf; give seconds"),
+        ("[limits]\nwrite_timeout_s = 1e8", r"limits\.write_timeout_s: .*, up to 2000000"),
+        ('secret_file = "a\\u0000"', r"secret_file: Expected `str` matching"),
+        ('listen = ["unix:///a\\u0000b"]', r"listen\[0\]: Expected `str` matching"),
+        ('[[tenants]]\nname = "a"\nsecret_file = "a\\u0000"', r"tenants\[0\]\.secret_file: Exp"),
     ],
 )
 def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, says: str) -> None:

@@ -10,11 +10,12 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
+from typing import Annotated, TypeAlias, cast
 
 import attrs
 import msgspec
 from attrs import frozen
+from msgspec import Meta
 
 from kvlease.errors import ConfigError, KVLeaseError
 from kvlease.protocols.config import EngineConfig
@@ -27,12 +28,15 @@ _HIDDEN = frozenset({"tenant_salt", "poison", "digests", "prefix_cache"})
 """Of `EngineConfig`: what is not for operators."""
 ENGINE_KEYS = tuple(f.name for f in attrs.fields(EngineConfig) if f.name not in _HIDDEN)
 
+Name: TypeAlias = Annotated[str, Meta(pattern=r"\A[^\0]*\Z")]
+"""Of a file or an address: the system ends a name at a NUL, so that none may be in it."""
+
 
 class TenantSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One ``[[tenants]]`` of the file."""
 
     name: str
-    secret_file: str
+    secret_file: Name
     salt: str | None = None
     """Keeps a tenant's pages its own when its secret changes; made of the secret by default."""
     admin: bool = False
@@ -44,13 +48,13 @@ class TenantSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that a server is told, checked."""
 
-    listen: tuple[str, ...] = ("tcp://127.0.0.1:7077",)
-    http: str | None = None
-    model: str | None = None
-    secret_file: str | None = None
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    log: str | None = None
+    listen: tuple[Name, ...] = ("tcp://127.0.0.1:7077",)
+    http: Name | None = None
+    model: Name | None = None
+    secret_file: Name | None = None
+    tls_cert: Name | None = None
+    tls_key: Name | None = None
+    log: Name | None = None
     log_level: Level | None = None
     tenants: tuple[TenantSection, ...] = ()
     engine: EngineConfig = EngineConfig()

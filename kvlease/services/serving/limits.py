@@ -7,6 +7,9 @@ import msgspec
 
 from kvlease.errors import ConfigError
 
+MAX_SECONDS = 2_000_000
+"""Of any limit: the kernel counts some of them in milliseconds, in 32 bits."""
+
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bounds of what clients may ask for; times in seconds, sizes in bytes or tokens.
@@ -35,6 +38,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Refuse bounds that would let nobody in."""
         for name in self.__struct_fields__:
             value: float = getattr(self, name)
+            if name.endswith("_s") and not 0 < value <= MAX_SECONDS:
+                raise ConfigError(
+                    f"limits.{name} is {value}; give seconds above 0, up to {MAX_SECONDS}"
+                )
             if value <= 0:
                 raise ConfigError(f"limits.{name} is {value}; give a number above 0")
         if self.max_frame_bytes > 1 << 30:
