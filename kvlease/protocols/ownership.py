@@ -307,6 +307,11 @@ class StepLease:
         """Layers below this number need no wait."""
         return self._readiness.ready_through
 
+    @property
+    def memory(self) -> object:
+        """Stands for the memory that its rows lie in: the same object for all steps of a pool."""
+        return self._grantor
+
     def __getitem__(self, layer: Layer[R, W]) -> LayerLease[W]:
         """Return the right to one layer for all members."""
 

@@ -18,12 +18,9 @@ LINE = tl.constexpr(64)
 @triton.jit
 def wait_for_inputs(EARLY: tl.constexpr):
     """Let the next kernel start, and wait for the one in front to end."""
-    if EARLY == 1:
+    if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    if EARLY == 2:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit
@@ -32,7 +29,7 @@ def fetch_lines(first, inside, LINES: tl.constexpr, EARLY: tl.constexpr):
 
     A row that is not ``inside`` stands for the first one.
     """
-    if EARLY and LINES > 1:
+    if EARLY:
         at = tl.where(inside, first.to(tl.int64), tl.min(first.to(tl.int64)))
         at = at[:, None] + tl.arange(0, LINES)[None, :] * (2 * LINE)
         tl.inline_asm_elementwise(
@@ -41,12 +38,8 @@ def fetch_lines(first, inside, LINES: tl.constexpr, EARLY: tl.constexpr):
         )  # fmt: skip
 
 
-def early_launch(kernel: object) -> dict[str, int]:
+def early_launch(kernel: object) -> dict[str, bool]:
     """Return the options of a launch that may start early; interpreted kernels never do."""
-    if isinstance(kernel, triton.JITFunction) and MODE:
-        return {"EARLY": MODE, "launch_pdl": True}
-    return {"EARLY": 0}
-
-
-MODE = 1
-MOST_LINES = 8
+    if isinstance(kernel, triton.JITFunction):
+        return {"EARLY": True, "launch_pdl": True}
+    return {"EARLY": False}

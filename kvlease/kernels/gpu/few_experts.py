@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvlease.kernels.gpu import early
 from kvlease.kernels.gpu.early import early_launch, fetch_lines, wait_for_inputs
 from kvlease.kernels.gpu.few_rows import rows_side
 from kvlease.kernels.moe import ExpertWeights
@@ -104,7 +103,7 @@ def mix_few(rows: Tensor, dense: Tensor, weights: ExpertWeights, limit: float) -
     _up[(triton.cdiv(hidden, tall), experts)](
         rows, dense, weights.gate, weights.up, inner, num_rows, limit, E=experts, D=width,
         F=hidden, BM=side, BN=tall, BK=step, STAGES=stages,
-        LINES=min(early.MOST_LINES, 4, step // 16), num_warps=warps, **early_launch(_up),
+        LINES=min(4, step // 16), num_warps=warps, **early_launch(_up),
     )  # fmt: skip
     shares = min(4, experts)
     out = rows.new_empty((shares, num_rows, width), dtype=torch.float32)
@@ -112,6 +111,6 @@ def mix_few(rows: Tensor, dense: Tensor, weights: ExpertWeights, limit: float) -
     _down[(triton.cdiv(width, tall), shares)](
         inner, dense, weights.down, out, num_rows, E=experts, D=width, F=hidden, BM=side, BN=tall,
         BK=step if side < 128 else min(step, 64), SHARES=shares, STAGES=stages,
-        LINES=min(early.MOST_LINES, step // 16), num_warps=warps, **early_launch(_down),
+        LINES=min(8, step // 16), num_warps=warps, **early_launch(_down),
     )  # fmt: skip
     return out

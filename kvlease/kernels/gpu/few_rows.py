@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvlease.kernels.gpu import early
 from kvlease.kernels.gpu.early import early_launch, fetch_lines, wait_for_inputs
 
 FEW = 64
@@ -87,6 +86,6 @@ def multiply_few(rows: Tensor, weight: Tensor, *, dtype: torch.dtype = torch.flo
         rows, stacked, out, num_rows, rows.stride(0), deep if groups > 1 else 0,
         stacked.stride(0), out.stride(1), out.stride(0), M=outputs, K=deep,
         BM=side, BN=tall, BK=step, SHARES=shares, STAGES=5 if side < 64 else 4,
-        LINES=min(early.MOST_LINES, step // 16), num_warps=4, **early_launch(_few_rows),
+        LINES=min(8, step // 16), num_warps=4, **early_launch(_few_rows),
     )  # fmt: skip
     return out

@@ -7,6 +7,7 @@ which read and write nothing.
 
 from collections.abc import Sequence
 from typing import final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from attrs import define, frozen
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvlease.errors import LayoutMismatch
 from kvlease.kernels.gpu.step_rows import StepRows
 from kvlease.kernels.models.device_rows import Ints, LayerMemory, step_rows
 from kvlease.kernels.models.device_step import DeviceLayers, Pending
@@ -25,6 +27,19 @@ _ALIGNED = 4
 """Rows begin at multiples of 16 bytes, so that kernels are compiled once for every batch."""
 
 Memory = Sequence[tuple[AnyLayer, LayerMemory]]
+
+
+@frozen
+class WholeMemory:
+    """The memory of all layers of one pool, and its addresses."""
+
+    layers: Memory
+    addresses: tuple[int, ...]
+
+    @classmethod
+    def of(cls, layers: Memory) -> "WholeMemory":
+        """Note where everything lies."""
+        return cls(layers, tuple(at for _, part in layers for at in part.addresses))
 
 
 def round_to_power(count: int) -> int:
@@ -110,19 +125,38 @@ class DecodeGraphs:
         self._layers = layers
         self._captured: dict[tuple[object, ...], _Captured] = {}
         self._shared: torch.cuda.CUDAGraph | None = None
+        self._known: WeakKeyDictionary[object, WholeMemory] = WeakKeyDictionary()
 
-    def run(self, numbers: DecodeNumbers, memory: Memory) -> tuple[Tensor, Tensor]:
+    def knows(self, memory: object) -> bool:
+        """Whether all layers of this memory were opened before."""
+        return memory in self._known
+
+    def all_of(self, memory: object, opened: Memory) -> WholeMemory:
+        """Return all layers of a memory, of which a step has opened some (at first: all).
+
+        Raises:
+            LayoutMismatch: a layer lies elsewhere than it did.
+        """
+        known = self._known.get(memory)
+        if known is None:
+            known = self._known[memory] = WholeMemory.of(opened)
+        places = {layer.id: part for layer, part in known.layers}
+        if any(places[layer.id].addresses != part.addresses for layer, part in opened):
+            raise LayoutMismatch("a pool's memory has moved under a captured decode step")
+        return known
+
+    def run(self, numbers: DecodeNumbers, memory: WholeMemory) -> tuple[Tensor, Tensor]:
         """Run a step; return logits [B, V] float32 and best tokens [B] int32 of its B rows.
 
         Ownership: the results are the graph's own, valid in stream order until its next run.
         """
         count, layout = len(numbers.positions), Layout(*numbers.bucket)
         staged = layout.place(numbers)
-        key = layout, *(part.addresses for _, part in memory)
+        key = layout, memory.addresses
         found = self._captured.get(key)
         if found is None:
             buffer = staged.to(self._layers.packed.weights.embed.device)
-            found = self._captured[key] = self._capture(buffer, layout, memory)
+            found = self._captured[key] = self._capture(buffer, layout, memory.layers)
         else:
             found.buffer.copy_(staged, non_blocking=True)
         found.graph.replay()

@@ -113,8 +113,8 @@ class DeepseekV4:
         layers = self._schema.layers
         is_ready = lease.ready_through_layer >= len(layers)
         if is_ready and isinstance(run, WholeRun) and run.fits_a_graph:
-            views = [(layer, await _resolve(lease, layer, stream)) for layer in layers]
-            stream.launch(partial(run.whole, views))
+            views = await self._open_whole(run.knows(lease.memory), lease, stream)
+            stream.launch(partial(run.whole, views, lease.memory))
             return run.result
         stream.launch(run.begin)
         for layer in layers:
@@ -122,6 +122,24 @@ class DeepseekV4:
             stream.launch(partial(run.layer, layer, view))
         stream.launch(run.finish)
         return run.result
+
+    async def _open_whole(
+        self, is_known: bool, lease: StepLease, stream: Stream
+    ) -> list[tuple[AnyLayer, StepView]]:
+        """Open a step all of whose layers are ready; never waits.
+
+        Where a graph knows the memory already, the first layer of each kind stands for all: they
+        share the step's tables, floors and epoch. The lease is told of every layer in any case.
+        """
+        views: list[tuple[AnyLayer, StepView]] = []
+        kinds: set[type[AnyLayer]] = set()
+        for layer in self._schema.layers:
+            if is_known and type(layer) in kinds:
+                lease.openings.note(layer.id)
+            else:
+                kinds.add(type(layer))
+                views.append((layer, await _resolve(lease, layer, stream)))
+        return views
 
 
 async def _resolve(lease: StepLease, layer: AnyLayer, stream: Stream) -> StepView:

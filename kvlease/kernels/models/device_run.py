@@ -60,6 +60,10 @@ class DeviceRun:
         is_decode = all(len(part.tokens) == 1 for part in sequences)
         return is_decode and len(sequences) <= MAX_BUCKET and self._device.type == "cuda"
 
+    def knows(self, memory: object) -> bool:
+        """Whether graphs have the addresses of this memory."""
+        return self._graphs.knows(memory)
+
     def begin(self) -> None:
         """Lay out the step's rows; what needs page tables waits for the first layer."""
         sequences = self._inputs.sequences
@@ -157,7 +161,7 @@ class DeviceRun:
         self._plan = self._before = self._tokens = self._rows = self._chunk = None
 
     @torch.inference_mode()
-    def whole(self, layers: Sequence[tuple[AnyLayer, StepView]]) -> None:
+    def whole(self, layers: Sequence[tuple[AnyLayer, StepView]], memory: object) -> None:
         """Run a whole decode step, all of whose layers are resolved, by one captured graph."""
         sequences = self._inputs.sequences
         count = len(sequences)
@@ -167,8 +171,8 @@ class DeviceRun:
         for _, view in layers:
             self._require_open(view, endings, index)
         numbers = _numbers(positions, tokens, [view for _, view in layers])
-        memory = [(layer, open_layer(view)) for layer, view in layers]
-        logits, tokens = self._graphs.run(numbers, memory)
+        opened = [(layer, open_layer(view)) for layer, view in layers]
+        logits, tokens = self._graphs.run(numbers, self._graphs.all_of(memory, opened))
         asked = self._asked()
         if not all(asked):
             rows = place(torch.tensor([n for n, asks in enumerate(asked) if asks]), self._device)

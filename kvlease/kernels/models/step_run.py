@@ -97,8 +97,15 @@ class WholeRun(Protocol):
         """Whether this step is one that does."""
         ...
 
-    def whole(self, layers: Sequence[tuple[AnyLayer, StepView]]) -> None:
-        """Do the work of all other launches."""
+    def knows(self, memory: object) -> bool:
+        """Whether a step over this memory was taken before, so that few layers need be opened."""
+        ...
+
+    def whole(self, layers: Sequence[tuple[AnyLayer, StepView]], memory: object) -> None:
+        """Do the work of all other launches.
+
+        ``layers`` are all layers, or where the memory is known, at least one of each kind.
+        """
         ...
 
 

@@ -1,22 +1,30 @@
 """The model by kernels against the plain torch model, over the same weights."""
 
 import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from attrs import evolve
+from torch import Tensor
 
+from kvlease.kernels.models.attention_block import StepView
 from kvlease.kernels.models.config import V4Config
+from kvlease.kernels.models.decode_graph import DecodeGraphs, Layout, Memory
 from kvlease.kernels.models.deepseek_v4 import DeepseekV4, ModelOptions
 from kvlease.kernels.models.device_run import DeviceRun, kernel_runs
 from kvlease.kernels.models.embedded import EMBEDDED_CONFIG, RandomTensors
 from kvlease.kernels.models.weights import build_weights
 from kvlease.protocols.geometries import StoreFormat
+from kvlease.protocols.ownership import StepLease
+from kvlease.protocols.schema import AnyLayer
 from tests.kernels.rig import Rig
 
 CONFIG = evolve(
-    EMBEDDED_CONFIG, hidden=64, layer_kinds=("sliding", "sparse", "heavy"),
-    mlp_kinds=("hash", "score", "score"), q_rank=32, o_rank=16, expert_width=32, window=16,
+    EMBEDDED_CONFIG, hidden=64, layer_kinds=("sliding", "sparse", "heavy", "sparse"),
+    mlp_kinds=("hash", "score", "score", "score"), q_rank=32, o_rank=16, expert_width=32, window=16,
     index_topk=8, heavy_ratio=8, num_experts=4,
 )  # fmt: skip
 LENGTH = 130
@@ -60,6 +68,61 @@ def test_chunks_and_decode_steps_agree_with_plain_torch(fmt: StoreFormat, device
     assert all(torch.isfinite(mine).all() for mine in got)
     errors = [float((a - b).norm() / b.norm()) for a, b in zip(got, wanted, strict=True)]
     assert max(errors) < 0.05, errors
+
+
+class LaunchesAgain:
+    """What a graph is, without a device that has any: the same launches over the same buffers."""
+
+    def __init__(self, step: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        self._step = step
+        self.logits, self.tokens = step()
+
+    def replay(self) -> None:
+        logits, tokens = self._step()
+        self.logits.copy_(logits)
+        self.tokens.copy_(tokens)
+
+
+def _capture(graphs: DecodeGraphs, buffer: Tensor, layout: Layout, memory: Memory) -> object:
+    rows, tokens = layout.parts(buffer)
+    graph = LaunchesAgain(partial(graphs._step, rows, tokens, memory))
+    return SimpleNamespace(graph=graph, buffer=buffer, logits=graph.logits, tokens=graph.tokens)
+
+
+@pytest.mark.slow
+def test_a_whole_step_gives_the_bits_of_its_layers(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first whole step opens every layer, later ones one of each kind; the log hears of all."""
+    if device == "cuda":
+        pytest.skip("there are graphs here: see the next test")
+    opened: list[list[tuple[int, int, int]]] = []
+    leases: list[int] = []
+
+    def whole(run: DeviceRun, layers: Sequence[tuple[AnyLayer, StepView]], memory: object) -> None:
+        leases.append(len(layers))
+        plain(run, layers, memory)
+
+    def close(lease: StepLease) -> None:
+        opened.append(lease.openings.runs)
+        lease.cell.end()
+
+    plain = DeviceRun.whole
+    model = make_model(CONFIG, "fp8", device, by_kernels=True)
+    launched = drive(model, 3, seed=2)
+    monkeypatch.setattr(StepLease, "close", close)
+    monkeypatch.setattr(DecodeGraphs, "_capture", _capture)
+    monkeypatch.setattr(DeviceRun, "whole", whole)
+    monkeypatch.setattr(DeviceRun, "fits_a_graph", property(_is_decode))
+    replayed = drive(model, 3, seed=2)
+    assert replayed[1] == launched[1]
+    assert all(torch.equal(a, b) for a, b in zip(replayed[0], launched[0], strict=True))
+    assert leases == [4, 3, 3]
+    assert set(map(tuple, opened)) == {((0, 4, 0),)}
+
+
+def _is_decode(run: DeviceRun) -> bool:
+    return all(len(part.tokens) == 1 for part in run._inputs.sequences)
 
 
 @pytest.mark.gpu
