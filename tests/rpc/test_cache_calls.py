@@ -166,6 +166,18 @@ async def test_a_cancelled_subscription_ends_and_one_without_events_is_refused()
             assert (await raw.receive())[:3] == [34, 7, "cancelled"]
 
 
+async def test_a_subscription_that_goes_on_is_not_told_that_it_failed() -> None:
+    """A `Failed` of its number would be its last message: the connection ends instead."""
+    async with open_server(config=SMALL) as server:
+        raw = await server.raw()
+        await raw.shake()
+        with trio.fail_after(5):
+            await raw.send([28, 7, None, 10])
+            assert (await raw.receive())[:2] == [48, 7]
+            await raw.send([17, 7, "many"])
+            assert (await raw.receive())[:2] == [3, "protocol"]
+
+
 async def test_two_tenants_share_nothing_over_rpc() -> None:
     """Equal prompts: no hit in any tier, no pin, no eviction, no event of the other's."""
     async with (

@@ -142,7 +142,7 @@ class Connection:
             head = None
         if head is None or not _FIRST_CALL <= head.number <= _LAST_CALL:
             raise FrameError("protocol", f"a frame is no message (docs/rpc.md): {text}")
-        if head.call in self._calls:
+        if head.call in self._calls or head.call in self._changes:
             raise FrameError("protocol", f"a message about call {head.call} is none: {text}")
         refusal = self._service.refuse_client(
             self._client, "bad_request", f"call {head.call} cannot be read: {text}"
