@@ -61,14 +61,26 @@ async def test_a_request_that_cannot_be_served_names_the_field(
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"\xff", b"null", b"[" * 100_000, b'{"a":"\\ud800"}']
+    ("body", "says"),
+    [
+        (b"", "no JSON"),
+        (b"{", "no JSON"),
+        (b"[]", "no request"),
+        (b"{}", "no request: Object missing required field `model`"),
+        (b"\xff", "no JSON"),
+        (b"null", "no request"),
+        (b"[" * 100_000, "no request"),
+        (b'{"a":' * 100_000, "nests too deep"),
+        (b'{"a":"\\ud800"}', "no JSON"),
+    ],
 )
-async def test_a_body_that_is_no_request_is_refused(body: bytes) -> None:
+async def test_a_body_that_is_no_request_is_refused(body: bytes, says: str) -> None:
     async with open_server() as server, server.plain() as client:
         for path in (CHAT, "/v1/completions"):
             got = await client.post(path, content=body)
             assert got.status_code == 400
             assert got.json()["error"]["type"] == "invalid_request_error"
+            assert says in got.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,11 @@ class ParameterError(BadInput):
         """Say what a decoder found wrong with a body."""
         text = str(error)
         place = _PLACE.search(text)
+        if isinstance(error, RecursionError):
+            return cls("the body nests too deep")
         if place is None:
-            return cls(f"the body is no JSON: {text}")
+            is_json = isinstance(error, msgspec.ValidationError)
+            return cls(f"the body is no {'request' if is_json else 'JSON'}: {text}")
         return cls(_PLACE.sub("", text), place["place"] or None)
 
 
