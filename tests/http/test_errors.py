@@ -114,6 +114,10 @@ async def test_a_prompt_without_room_is_told_as_clients_know_it() -> None:
             await client.chat.completions.create(model=MODEL, messages=[user("x" * 20_000)])
         assert caught.value.code == "context_length_exceeded"
         assert caught.value.param == "messages"
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.completions.create(model=MODEL, prompt="x" * 20_000)
+        assert caught.value.code == "context_length_exceeded"
+        assert caught.value.param == "prompt"
 
 
 async def test_what_is_not_there_is_json_too() -> None:

@@ -150,7 +150,7 @@ def chat(context: Context, salt: bytes, body: bytes) -> Job:
         salt=salt,
     )
     asked_tokens = request.max_completion_tokens or request.max_tokens
-    max_tokens = context.room.max_tokens(len(prompt.tokens), asked_tokens)
+    max_tokens = context.room.max_tokens(len(prompt.tokens), asked_tokens, "messages")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     vocabulary, packed = context.encoder.vocabulary, pack(prompt.tokens)
     shape = ChatShape(vocabulary, has_logprobs=logprobs is not None)
@@ -195,7 +195,7 @@ def completions(context: Context, _salt: bytes, body: bytes) -> Job:
     for prompt in translate.prompts_of(request):
         tokens = vocabulary.encode(prompt) if isinstance(prompt, str) else prompt
         max_tokens = context.room.max_tokens(
-            len(tokens), request.max_tokens, translate.COMPLETION_TOKENS
+            len(tokens), request.max_tokens, "prompt", translate.COMPLETION_TOKENS
         )
         packed = context.packed(tokens)
         for _ in range(request.n or 1):

@@ -44,8 +44,13 @@ class Room:
     positions: int
     pool_tokens: int
 
-    def max_tokens(self, num_prompt: int, asked: int | None, default: int | None = None) -> int:
-        """Return the length of an answer; raises ParameterError if it has no room."""
+    def max_tokens(
+        self, num_prompt: int, asked: int | None, field: str, default: int | None = None
+    ) -> int:
+        """Return the length of an answer; raises ParameterError if it has no room.
+
+        ``field`` is the prompt's name in the request, for who has to shorten it.
+        """
         most = min(self.positions, self.pool_tokens)
         room = most - num_prompt
         tokens = asked if asked is not None else min(default or room, room)
@@ -53,7 +58,7 @@ class Room:
             raise ParameterError(
                 f"{num_prompt} prompt tokens and {max(tokens, 1)} of the answer are more than the"
                 f" {most} that fit; shorten the prompt, or ask for fewer (max_tokens)",
-                "messages" if room < 1 else "max_tokens",
+                field if room < 1 else "max_tokens",
                 "context_length_exceeded",
             )
         return tokens
