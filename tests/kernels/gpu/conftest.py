@@ -20,6 +20,15 @@ elif not HAS_CUDA:
     interpreter.repair()
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what takes minutes in the interpreter; a device, or --full, runs it."""
+    if HAS_CUDA or config.getoption("--full"):
+        return
+    for item in items:
+        if "tests/kernels/gpu/" in item.nodeid and item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.skip(reason="minutes in Triton's interpreter: --full"))
+
+
 @pytest.fixture
 def device() -> str:
     """Where the test's tensors live; on "cpu" kernels are interpreted, so sizes must be tiny."""
