@@ -15,6 +15,7 @@ from kvlease.kernels.formats import decode_rows
 from kvlease.kernels.indexer import index_scores
 from kvlease.kernels.linear import linear
 from kvlease.kernels.models.compress_block import Target, compress, format_of
+from kvlease.kernels.models.opening import StepView
 from kvlease.kernels.models.step_context import AttentionContext
 from kvlease.kernels.models.weights import AttentionWeights
 from kvlease.kernels.models.window_block import Window
@@ -29,7 +30,6 @@ from kvlease.kernels.views import read_pages, read_rows, read_selected
 from kvlease.protocols.schema import AnyLayer, RowFormat
 from kvlease.protocols.views import HeavyStepView, PagedRows, SlidingStepView, SparseStepView
 
-StepView = SlidingStepView | SparseStepView | HeavyStepView
 _BLOCK_NBYTES = 64 << 20
 """Gathered keys of one attention call; more rows are taken in several calls."""
 

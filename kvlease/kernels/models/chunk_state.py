@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlease.kernels.models.attention_block import StepView
 from kvlease.kernels.models.device_attention import ChunkWindows
 from kvlease.kernels.models.device_choice import Stretch
+from kvlease.kernels.models.opening import StepView
 from kvlease.kernels.models.weights import AttentionWeights, CompressorWeights
 from kvlease.kernels.placing import place
 from kvlease.kernels.step_plan import StepPlan

@@ -12,11 +12,11 @@ import torch
 from attrs import frozen
 
 from kvlease.errors import UsageError
-from kvlease.kernels.models.attention_block import StepView
 from kvlease.kernels.models.config import V4Config
 from kvlease.kernels.models.config_file import read_config
 from kvlease.kernels.models.embedded import EMBEDDED_CONFIG, RandomTensors
 from kvlease.kernels.models.loader import Checkpoint
+from kvlease.kernels.models.opening import StepView, open_layer_of
 from kvlease.kernels.models.step_run import Run, StepRun, TokensDrawn, WholeRun
 from kvlease.kernels.models.weights import ModelWeights, build_weights
 from kvlease.kernels.selftest import require_row_invariance
@@ -25,7 +25,7 @@ from kvlease.protocols.config import Device
 from kvlease.protocols.geometries import ComputeDtype, StoreFormat, deepseek_v4_schema
 from kvlease.protocols.ownership import StepLease
 from kvlease.protocols.ports import StepInput, Stream
-from kvlease.protocols.schema import AnyLayer, HeavyLayer, Schema, SlidingLayer, SparseLayer
+from kvlease.protocols.schema import AnyLayer, Schema
 
 _DTYPES: dict[ComputeDtype, torch.dtype] = {
     "float64": torch.float64,
@@ -118,7 +118,7 @@ class DeepseekV4:
             return run.result
         stream.launch(run.begin)
         for layer in layers:
-            view = await _resolve(lease, layer, stream)
+            view = await open_layer_of(lease, layer, stream)
             stream.launch(partial(run.layer, layer, view))
         stream.launch(run.finish)
         return run.result
@@ -138,21 +138,8 @@ class DeepseekV4:
                 lease.openings.note(layer.id)
             else:
                 kinds.add(type(layer))
-                views.append((layer, await _resolve(lease, layer, stream)))
+                views.append((layer, await open_layer_of(lease, layer, stream)))
         return views
-
-
-async def _resolve(lease: StepLease, layer: AnyLayer, stream: Stream) -> StepView:
-    """Return one layer's view once its bytes are in the stream's order."""
-    match layer:
-        case SlidingLayer():
-            return await lease[layer].resolve(stream)
-        case SparseLayer():
-            return await lease[layer].resolve(stream)
-        case HeavyLayer():
-            return await lease[layer].resolve(stream)
-        case _:
-            raise UsageError(f"{type(layer).__name__} is no layer of this model")
 
 
 def _runs(

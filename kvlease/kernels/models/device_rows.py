@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlease.kernels.gpu.step_rows import StepRows
-from kvlease.kernels.models.attention_block import StepView
+from kvlease.kernels.models.opening import StepView
 from kvlease.kernels.placing import place
 from kvlease.kernels.views import memory_of
 from kvlease.protocols.views import (

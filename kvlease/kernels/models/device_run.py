@@ -15,13 +15,13 @@ from torch import Tensor
 
 from kvlease.errors import UsageError
 from kvlease.kernels.gpu.step_rows import StepRows
-from kvlease.kernels.models.attention_block import StepView
 from kvlease.kernels.models.chunk_state import ChunkState
 from kvlease.kernels.models.config import V4Config
 from kvlease.kernels.models.decode_graph import MAX_BUCKET, DecodeGraphs, DecodeNumbers, Layout
 from kvlease.kernels.models.device_rows import open_layer, paged_rows, place_parts, step_rows
 from kvlease.kernels.models.device_step import DeviceLayers, Pending
 from kvlease.kernels.models.device_weights import pack_weights, runs_on_kernels
+from kvlease.kernels.models.opening import StepView
 from kvlease.kernels.models.step_run import TokensDrawn
 from kvlease.kernels.models.weights import ModelWeights
 from kvlease.kernels.placing import fetch, place

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlease.kernels.models.one_byte_model import OneByteModel, StepView
+from kvlease.kernels.models.one_byte_model import OneByteModel
+from kvlease.kernels.models.opening import StepView, open_layer_of
 from kvlease.kernels.views import RowIndex, ring_rows, write_ring_rows, write_rows
 from kvlease.protocols.geometries import V4Geometry
 from kvlease.protocols.ownership import StepLease
@@ -134,7 +135,7 @@ class NullModel(OneByteModel):
         """
         rows = _Rows(inputs)
         for layer in self.schema.layers:
-            view = await self._resolve(lease, layer, stream)
+            view = await open_layer_of(lease, layer, stream)
             stream.launch(partial(self._fill, layer, view, rows))
         return _Drawn(inputs)
 

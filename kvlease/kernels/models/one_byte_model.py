@@ -1,17 +1,11 @@
 """What models without a transformer's arithmetic share: rows of one byte, and no end token.
 
-The null model serves cache studies, the witness model serves tests of schedules; both resolve every
-layer as the real model does. This module does not know what they do with the rows.
+The null model serves cache studies, the witness model serves tests of schedules. This module does
+not know what they do with the rows.
 """
 
-from kvlease.errors import UsageError
 from kvlease.protocols.geometries import V4Geometry, deepseek_v4_schema, one_byte_rows
-from kvlease.protocols.ownership import StepLease
-from kvlease.protocols.ports import Stream
-from kvlease.protocols.schema import AnyLayer, HeavyLayer, Schema, SlidingLayer, SparseLayer
-from kvlease.protocols.views import HeavyStepView, SlidingStepView, SparseStepView
-
-StepView = SlidingStepView | SparseStepView | HeavyStepView
+from kvlease.protocols.schema import Schema
 
 
 class OneByteModel:
@@ -50,15 +44,3 @@ class OneByteModel:
     def fingerprint(self) -> str:
         """Constant: there are no weights."""
         return self._name
-
-    async def _resolve(self, lease: StepLease, layer: AnyLayer, stream: Stream) -> StepView:
-        match layer:
-            case SlidingLayer():
-                return await lease[layer].resolve(stream)
-            case SparseLayer():
-                return await lease[layer].resolve(stream)
-            case HeavyLayer():
-                return await lease[layer].resolve(stream)
-            case _:
-                kind = type(layer).__name__
-                raise UsageError(f"{kind} is no layer of the {self._name} model")

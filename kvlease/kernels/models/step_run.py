@@ -13,9 +13,10 @@ from torch import Tensor
 from kvlease.errors import UsageError
 from kvlease.kernels.linear import linear
 from kvlease.kernels.mhc import enter_block, leave_block, read_head
-from kvlease.kernels.models.attention_block import StepView, attend
+from kvlease.kernels.models.attention_block import attend
 from kvlease.kernels.models.config import V4Config
 from kvlease.kernels.models.moe_block import mix
+from kvlease.kernels.models.opening import StepView
 from kvlease.kernels.models.step_context import AttentionContext, StepRotations
 from kvlease.kernels.models.weights import ModelWeights
 from kvlease.kernels.norms import accumulate_dtype, rms_norm

@@ -16,7 +16,8 @@ import torch
 from attrs import define, frozen
 from torch import Tensor
 
-from kvlease.kernels.models.one_byte_model import OneByteModel, StepView
+from kvlease.kernels.models.one_byte_model import OneByteModel
+from kvlease.kernels.models.opening import StepView, open_layer_of
 from kvlease.kernels.views import (
     RowIndex,
     read_pages,
@@ -220,7 +221,7 @@ class WitnessModel(OneByteModel):
         """
         step = _Step(inputs)
         for layer in self.schema.layers:
-            handles = _handles(await self._resolve(lease, layer, stream))
+            handles = _handles(await open_layer_of(lease, layer, stream))
             stream.launch(partial(_run_layer, layer, handles, step))
         return _Drawn(inputs, step.running)
 

@@ -6,6 +6,7 @@ import random
 from contextlib import AbstractAsyncContextManager
 from typing import Final
 
+import torch
 import trio
 from attrs import frozen
 
@@ -14,10 +15,12 @@ from kvlease.protocols.config import EngineConfig, SamplingParams
 from kvlease.protocols.ports import ModelRunner
 from kvlease.runtime.engine import Engine
 from kvlease.runtime.request import GenerateResult
+from kvlease.services.bench.figure import Skipped
 
 PAGE_TOKENS: Final = 256
 LONG: Final = 32_768
 """Tokens of the long prefixes."""
+_FREE_NBYTES = 60 << 30
 _REST_S = 0.2
 """Many times what storing a long prefix takes."""
 
@@ -61,6 +64,28 @@ async def answer(engine: Engine, prompt: list[int], max_tokens: int) -> Generate
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     async with engine.generate(prompt, params) as stream:
         return await stream.drain()
+
+
+async def together(engine: Engine, prompts: list[list[int]], max_tokens: int) -> list[float]:
+    """Answer prompts at once; return each one's seconds between tokens."""
+    found: list[float] = []
+
+    async def one(prompt: list[int]) -> None:
+        result = await answer(engine, prompt, max_tokens)
+        if result.tpot_s is not None:
+            found.append(result.tpot_s)
+
+    async with trio.open_nursery() as nursery:
+        for prompt in prompts:
+            nursery.start_soon(one, prompt)
+    return found
+
+
+def without_room(group: str) -> Skipped | None:
+    """Say that a group is left out where the device has no room for Flash's 43 layers."""
+    if torch.cuda.mem_get_info()[0] >= _FREE_NBYTES:
+        return None
+    return Skipped(group, f"43 layers need {_FREE_NBYTES >> 30} GiB of free device memory")
 
 
 async def leave_on_host(engine: Engine) -> None:

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 import trio
 
-from kvlease.services.bench.answers import Prompts, answer, open_bench_engine
+from kvlease.services.bench.answers import (
+    Prompts,
+    answer,
+    open_bench_engine,
+    together,
+    without_room,
+)
 from kvlease.services.bench.ceilings import Ceilings
 from kvlease.services.bench.figure import Figure, Skipped, Spread
 from kvlease.services.bench.flash import flash_config, random_model
@@ -21,13 +26,12 @@ from kvlease.services.bench.wrapped import TimesTheGate
 _BATCHES = (1, 8, 64, 128)
 _CONTEXT, _TOKENS = 4096, 48
 _SHARE = 0.5
-_FREE_NBYTES = 60 << 30
 
 
 def measure(_: Ceilings) -> Iterator[Figure | Skipped]:
     """Yield the figures; tens of gigabytes of device memory for as long."""
-    if torch.cuda.mem_get_info()[0] < _FREE_NBYTES:
-        yield Skipped("gate", "43 layers need 60 GiB of free device memory")
+    if (skipped := without_room("gate")) is not None:
+        yield skipped
         return
     yield from trio.run(_measure)
 
@@ -41,17 +45,9 @@ async def _measure() -> list[Figure]:
         await answer(engine, base, 4)
         for batch in _BATCHES:
             heads = [base + prompts.of(8) for _ in range(batch)]
-            between: list[float] = []
-
-            async def one(prompt: list[int], between: list[float] = between) -> None:
-                between.append((await answer(engine, prompt, _TOKENS)).tpot_s or 0.0)
-
-            for turn in range(2):  # the first captures the graph of this batch
-                between.clear()
-                model.seconds.clear()
-                async with trio.open_nursery() as nursery:
-                    for prompt in heads:
-                        nursery.start_soon(one, prompt, name=f"{batch} answers, turn {turn}")
+            await together(engine, heads, _TOKENS)  # captures the graphs of this batch
+            model.seconds.clear()
+            between = await together(engine, heads, _TOKENS)
             step = Spread.of(between)
             cost = Spread.of(model.seconds)
             case = f"43 layers, B {batch}, context {_CONTEXT}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import torch
 import trio
 
 from kvlease.kernels.models.deepseek_v4 import DeepseekV4
@@ -22,6 +21,7 @@ from kvlease.services.bench.answers import (
     answer,
     leave_on_host,
     open_bench_engine,
+    without_room,
 )
 from kvlease.services.bench.ceilings import Ceilings
 from kvlease.services.bench.figure import Figure, Skipped, Spread
@@ -31,13 +31,12 @@ from kvlease.services.bench.wrapped import WaitsForAll
 _NEW = 4096
 _ROUNDS = 4
 _STALL_SHARE = 5.0
-_FREE_NBYTES = 60 << 30
 
 
 def measure(ceilings: Ceilings) -> Iterator[Figure | Skipped]:
     """Yield the figures; tens of gigabytes of device memory for as long."""
-    if torch.cuda.mem_get_info()[0] < _FREE_NBYTES:
-        yield Skipped("overlap", "43 layers need 60 GiB of free device memory")
+    if (skipped := without_room("overlap")) is not None:
+        yield skipped
         return
     model = random_model(flash_config(), "fp8")
     gates: dict[str, Callable[[DeepseekV4], ModelRunner]] = {

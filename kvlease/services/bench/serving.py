@@ -21,6 +21,8 @@ from kvlease.services.bench.answers import (
     answer,
     leave_on_host,
     open_bench_engine,
+    together,
+    without_room,
 )
 from kvlease.services.bench.ceilings import Ceilings
 from kvlease.services.bench.figure import Figure, Skipped, Spread
@@ -37,25 +39,10 @@ def measure(ceilings: Ceilings) -> Iterator[Figure | Skipped]:
     """Yield the figures; tens of gigabytes of device memory for as long."""
     yield from trio.run(_four_layers)
     torch.cuda.empty_cache()
-    if torch.cuda.mem_get_info()[0] < 60 << 30:
-        yield Skipped("serve", "43 layers need 60 GiB of free device memory")
+    if (skipped := without_room("serve")) is not None:
+        yield skipped
         return
     yield from trio.run(_all_layers, ceilings)
-
-
-async def _together(engine: Engine, prompts: list[list[int]], max_tokens: int) -> list[float]:
-    """Answer prompts at once; return each one's seconds between tokens."""
-    found: list[float] = []
-
-    async def one(prompt: list[int]) -> None:
-        result = await answer(engine, prompt, max_tokens)
-        if result.tpot_s is not None:
-            found.append(result.tpot_s)
-
-    async with trio.open_nursery() as nursery:
-        for prompt in prompts:
-            nursery.start_soon(one, prompt)
-    return found
 
 
 async def _four_layers() -> list[Figure]:
@@ -66,8 +53,8 @@ async def _four_layers() -> list[Figure]:
         await answer(engine, prompts.of(_CONTEXT), 16)  # compile and capture
         for batch, target in _DECODE_MS.items():
             cached = [prompts.of(_CONTEXT) for _ in range(batch)]
-            await _together(engine, cached, 2)  # prefill once; what follows only decodes
-            rounds = [await _together(engine, cached, 96) for _ in range(3)]
+            await together(engine, cached, 2)  # prefill once; what follows only decodes
+            rounds = [await together(engine, cached, 96) for _ in range(3)]
             spread = Spread.of([seconds * 1e3 for found in rounds for seconds in found])
             case = f"4 layers, B {batch}, context {_CONTEXT}, through the engine"
             figures.append(Figure("serve", "decode step", case, "ms", spread, target=target))
@@ -92,8 +79,8 @@ async def _all_layers(ceilings: Ceilings) -> list[Figure]:
         await answer(engine, base, 4)
         for batch in (1, 64):
             heads = [base + prompts.of(16) for _ in range(batch)]
-            await _together(engine, heads, 2)
-            found = await _together(engine, heads, 64)
+            await together(engine, heads, 2)
+            found = await together(engine, heads, 64)
             figures.append(_decode_rate(ceilings, model.config, batch, found))
         figures += await _restores(engine, prompts)
     return figures

@@ -6,9 +6,10 @@ import time
 from typing import final
 
 from kvlease.kernels.models.deepseek_v4 import DeepseekV4
+from kvlease.kernels.models.opening import open_layer_of
 from kvlease.protocols.ownership import StepLease
 from kvlease.protocols.ports import StepInput, StepResult, Stream
-from kvlease.protocols.schema import HeavyLayer, Schema, SlidingLayer, SparseLayer
+from kvlease.protocols.schema import Schema
 
 
 class WaitsForAll:
@@ -53,15 +54,7 @@ class WaitsForAll:
 
     async def _resolve_all(self, lease: StepLease, stream: Stream) -> None:
         for layer in self._inner.schema.layers:
-            match layer:
-                case SlidingLayer():
-                    await lease[layer].resolve(stream)
-                case SparseLayer():
-                    await lease[layer].resolve(stream)
-                case HeavyLayer():
-                    await lease[layer].resolve(stream)
-                case _:
-                    pass
+            await open_layer_of(lease, layer, stream)
 
 
 @final

@@ -10,12 +10,12 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from kvlease.kernels.models.attention_block import StepView
 from kvlease.kernels.models.config import V4Config
 from kvlease.kernels.models.decode_graph import DecodeGraphs, Layout, Memory
 from kvlease.kernels.models.deepseek_v4 import DeepseekV4, ModelOptions
 from kvlease.kernels.models.device_run import DeviceRun, kernel_runs
 from kvlease.kernels.models.embedded import EMBEDDED_CONFIG, RandomTensors
+from kvlease.kernels.models.opening import StepView
 from kvlease.kernels.models.weights import build_weights
 from kvlease.protocols.geometries import StoreFormat
 from kvlease.protocols.ownership import StepLease
