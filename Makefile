@@ -42,7 +42,7 @@ mutants: $(VENV)/.dev ## set up, then take guards out one by one: each must be n
 	$(BIN)/python -m tests.mutants --witness
 
 bench: $(VENV)/.dev ## set up, then run the benchmarks, which print ratios measured in one run
-	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	@failed=; for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(BIN)/python $$file || failed="$$failed $$file"; done; test -z "$$failed" || { echo "a bound was missed, or the run failed:$$failed" >&2; exit 1; }
 
 format: $(VENV)/.dev ## set up, then format the sources and apply the safe lint fixes
 	$(BIN)/ruff format .
