@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Generic, Protocol, TypeVar, final
 
-from kvlease.errors import ActorClosed, LeaseMoved
+from kvlease.errors import ActorClosed, LeaseMoved, NotReady
 from kvlease.protocols.checks import CheckedReadiness, PageCheck
 from kvlease.protocols.ports import Completion, Stream
 from kvlease.protocols.readiness import GateObserver, Openings, PendingTransfer, Readiness
@@ -260,7 +260,8 @@ class StepLease:
     """
 
     __slots__ = (
-        "_grantor", "_readiness", "cell", "checks", "id", "members", "openings", "tables",
+        "_grantor", "_num_layers", "_readiness", "cell", "checks", "id", "members", "openings",
+        "tables",
     )  # fmt: skip
 
     def __init__(
@@ -281,6 +282,7 @@ class StepLease:
         self.tables = tables
         self.cell = EpochCell()
         self._grantor = grantor
+        self._num_layers = num_layers
         pending = ((member.id, transfer) for member in members for transfer in member.pending)
         self.checks = tuple(check for member in members for check in member.checks)
         if self.checks:
@@ -320,6 +322,17 @@ class StepLease:
             return layer.step_view(self._grantor.step_source(self, layer.id))
 
         return LayerLease(self.id, layer.id, self._readiness, self.cell, build)
+
+    def open_all(self) -> None:
+        """Open every layer at once, for a reader who knows the memory of all; never waits.
+
+        Raises NotReady unless all are ready, LeaseMoved when the step has ended.
+        """
+        if self.cell.epoch:
+            raise LeaseMoved(f"step lease {self.id} has ended")
+        if self._readiness.ready_through < self._num_layers:
+            raise NotReady(f"layers of step lease {self.id} are still being filled; open each")
+        self.openings.note(LayerId(0), self._num_layers)
 
     async def verify(self) -> None:
         """Wait for everything the step was ordered behind; publish nothing before it (R2).

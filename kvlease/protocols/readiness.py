@@ -121,12 +121,12 @@ class Openings:
         self._position = position
         self.runs: list[tuple[int, int, int]] = []
 
-    def note(self, layer: LayerId) -> None:
-        """Remember that a layer was opened now, folding equal neighbours."""
-        position = self._position()
+    def note(self, layer: LayerId, count: int = 1) -> None:
+        """Remember that ``count`` layers were opened now, folding neighbours and repetitions."""
+        position, end = self._position(), layer + count
         if self.runs:
-            first, count, after = self.runs[-1]
-            if after == position and first + count == layer:
-                self.runs[-1] = (first, count + 1, after)
+            first, had, after = self.runs[-1]
+            if after == position and first <= layer <= first + had:
+                self.runs[-1] = (first, max(had, end - first), after)
                 return
-        self.runs.append((layer, 1, position))
+        self.runs.append((layer, count, position))

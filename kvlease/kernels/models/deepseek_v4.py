@@ -16,7 +16,7 @@ from kvlease.kernels.models.config import V4Config
 from kvlease.kernels.models.config_file import read_config
 from kvlease.kernels.models.embedded import EMBEDDED_CONFIG, RandomTensors
 from kvlease.kernels.models.loader import Checkpoint
-from kvlease.kernels.models.opening import StepView, open_layer_of
+from kvlease.kernels.models.opening import one_of_each_kind, open_layer_of, open_ready_step
 from kvlease.kernels.models.step_run import Run, StepRun, TokensDrawn, WholeRun
 from kvlease.kernels.models.weights import ModelWeights, build_weights
 from kvlease.kernels.selftest import require_row_invariance
@@ -25,7 +25,7 @@ from kvlease.protocols.config import Device
 from kvlease.protocols.geometries import ComputeDtype, StoreFormat, deepseek_v4_schema
 from kvlease.protocols.ownership import StepLease
 from kvlease.protocols.ports import StepInput, Stream
-from kvlease.protocols.schema import AnyLayer, Schema
+from kvlease.protocols.schema import Schema
 
 _DTYPES: dict[ComputeDtype, torch.dtype] = {
     "float64": torch.float64,
@@ -66,6 +66,7 @@ class DeepseekV4:
             options.kv_format,
             options.index_k_format,
         )
+        self._kinds = one_of_each_kind(self._schema.layers)
         self._run = _runs(config, weights, self.tiling, options)
         if options.exact:
             width = config.hidden * config.streams
@@ -113,7 +114,8 @@ class DeepseekV4:
         layers = self._schema.layers
         is_ready = lease.ready_through_layer >= len(layers)
         if is_ready and isinstance(run, WholeRun) and run.fits_a_graph:
-            views = await self._open_whole(run.knows(lease.memory), lease, stream)
+            opened = self._kinds if run.knows(lease.memory) else layers
+            views = await open_ready_step(lease, opened, stream)
             stream.launch(partial(run.whole, views, lease.memory))
             return run.result
         stream.launch(run.begin)
@@ -122,24 +124,6 @@ class DeepseekV4:
             stream.launch(partial(run.layer, layer, view))
         stream.launch(run.finish)
         return run.result
-
-    async def _open_whole(
-        self, is_known: bool, lease: StepLease, stream: Stream
-    ) -> list[tuple[AnyLayer, StepView]]:
-        """Open a step all of whose layers are ready; never waits.
-
-        Where a graph knows the memory already, the first layer of each kind stands for all: they
-        share the step's tables, floors and epoch. The lease is told of every layer in any case.
-        """
-        views: list[tuple[AnyLayer, StepView]] = []
-        kinds: set[type[AnyLayer]] = set()
-        for layer in self._schema.layers:
-            if is_known and type(layer) in kinds:
-                lease.openings.note(layer.id)
-            else:
-                kinds.add(type(layer))
-                views.append((layer, await open_layer_of(lease, layer, stream)))
-        return views
 
 
 def _runs(

@@ -3,6 +3,8 @@
 This module does not know what a model does with the rows.
 """
 
+from collections.abc import Iterable
+
 from kvlease.errors import UsageError
 from kvlease.protocols.ownership import StepLease
 from kvlease.protocols.ports import Stream
@@ -30,3 +32,26 @@ async def open_layer_of(lease: StepLease, layer: AnyLayer, stream: Stream) -> St
             return await lease[layer].resolve(stream)
         case _:
             raise UsageError(f"{type(layer).__name__} is no layer of this model")
+
+
+def one_of_each_kind(layers: Iterable[AnyLayer]) -> tuple[AnyLayer, ...]:
+    """Return the first layer of each kind, in order."""
+    kinds: dict[type[AnyLayer], AnyLayer] = {}
+    for layer in layers:
+        kinds.setdefault(type(layer), layer)
+    return tuple(kinds.values())
+
+
+async def open_ready_step(
+    lease: StepLease, layers: Iterable[AnyLayer], stream: Stream
+) -> list[tuple[AnyLayer, StepView]]:
+    """Open a step all of whose layers are ready, and return the views of some; never waits.
+
+    The layers of a kind share the step's tables, floors and epoch: to whoever knows all memory
+    already, one of each kind stands for all. The lease is told of every layer in any case.
+
+    Raises:
+        NotReady: a layer is still being filled.
+    """
+    lease.open_all()
+    return [(layer, await open_layer_of(lease, layer, stream)) for layer in layers]

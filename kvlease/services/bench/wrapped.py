@@ -6,7 +6,7 @@ import time
 from typing import final
 
 from kvlease.kernels.models.deepseek_v4 import DeepseekV4
-from kvlease.kernels.models.opening import open_layer_of
+from kvlease.kernels.models.opening import one_of_each_kind, open_layer_of, open_ready_step
 from kvlease.protocols.ownership import StepLease
 from kvlease.protocols.ports import StepInput, StepResult, Stream
 from kvlease.protocols.schema import Schema
@@ -49,24 +49,28 @@ class WaitsForAll:
 
     async def forward(self, inputs: StepInput, lease: StepLease, stream: Stream) -> StepResult:
         """Order the step behind every layer, then run it."""
-        await self._resolve_all(lease, stream)
-        return await self._inner.forward(inputs, lease, stream)
-
-    async def _resolve_all(self, lease: StepLease, stream: Stream) -> None:
         for layer in self._inner.schema.layers:
             await open_layer_of(lease, layer, stream)
+        return await self._inner.forward(inputs, lease, stream)
 
 
 @final
 class TimesTheGate(WaitsForAll):
-    """A model that measures what resolving every layer costs the host, step by step."""
+    """A model that measures what opening a ready decode step costs the host, step by step.
+
+    Its graphs must know the pool's memory: the step is opened as the model itself opens it then.
+    """
 
     def __init__(self, inner: DeepseekV4) -> None:
         """Borrow the model."""
         super().__init__(inner)
+        self._kinds = one_of_each_kind(inner.schema.layers)
         self.seconds: list[float] = []
 
-    async def _resolve_all(self, lease: StepLease, stream: Stream) -> None:
-        began = time.perf_counter()
-        await super()._resolve_all(lease, stream)
-        self.seconds.append(time.perf_counter() - began)
+    async def forward(self, inputs: StepInput, lease: StepLease, stream: Stream) -> StepResult:
+        """Time the opening of a decode step, then run any step."""
+        if lease.was_ready and all(len(part.tokens) == 1 for part in inputs.sequences):
+            began = time.perf_counter()
+            await open_ready_step(lease, self._kinds, stream)
+            self.seconds.append(time.perf_counter() - began)
+        return await self._inner.forward(inputs, lease, stream)
