@@ -5,7 +5,6 @@ whole process's, so that busy cores do not decide the figures. The door gets its
 stand-in for the engine that has them at once, because it is the door that is measured.
 """
 
-import importlib
 import json
 import sys
 import time
@@ -116,9 +115,8 @@ async def run_client(port: int, path: str, model: str) -> dict[str, float]:
 
 
 async def serve_constants(door: HttpDoor) -> None:
-    """Serve the minimal app as the door is served, hypercorn's settings included."""
-    app = Starlette(routes=[Route("/constants", constants, methods=["POST"])])
-    await importlib.import_module("hypercorn.trio").serve(app, door._config)
+    """Serve the minimal app at the sockets and with the settings that the door is served at."""
+    await door.serve(Starlette(routes=[Route("/constants", constants, methods=["POST"])]))
 
 
 async def measure(report: Report) -> None:

@@ -140,10 +140,14 @@ async def test_half_open_connections_end_within_their_limits(sent: bytes) -> Non
         await stream.aclose()
 
 
-async def test_headers_have_a_bound() -> None:
+@pytest.mark.parametrize("length", [20_000, 100_000])
+@pytest.mark.parametrize("end", [b"", b"\r\n\r\n"])
+async def test_headers_have_a_bound(length: int, end: bytes) -> None:
+    """Whole or not, however they are sent."""
     async with open_server() as server:
         stream = await trio.open_tcp_stream("127.0.0.1", server.port)
-        await stream.send_all(b"GET / HTTP/1.1\r\nx: " + b"y" * 100_000)
+        head = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nx: "
+        await stream.send_all(head + b"y" * length + end)
         with trio.fail_after(10):
             got = b"".join([piece async for piece in stream])
         assert got.startswith(b"HTTP/1.1 431")

@@ -1,5 +1,8 @@
 """Who is let in: a proof of the secret first, and nothing else is read before that."""
 
+import socket
+import struct
+
 import pytest
 import trio
 
@@ -153,6 +156,18 @@ async def test_who_has_not_proven_himself_keeps_nobody_out() -> None:
                 assert (await raw.receive())[1] == "idle"
             async with kvlease.connect(server.address) as client:
                 assert (await client.health()).status == "serving"
+
+
+async def test_who_has_gone_before_being_accepted_is_nobody() -> None:
+    """A socket that was reset while it waited has no peer, which ends no server."""
+    async with open_server() as server:
+        for _ in range(5):
+            plain = socket.socket()
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            plain.connect(("127.0.0.1", server.port))
+            plain.close()
+        async with kvlease.connect(server.address) as client:
+            assert (await client.health()).status == "serving"
 
 
 async def test_one_client_too_many_is_told_so_with_advice() -> None:

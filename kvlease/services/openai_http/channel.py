@@ -13,9 +13,6 @@ from starlette.types import Receive, Scope, Send
 from kvlease.errors import Refused
 from kvlease.services.openai_http.errors import HttpError, ParameterError
 
-LINGER_S = 2.0
-"""How long a body that is too large is still read, so that its sender hears why."""
-
 Header = tuple[bytes, bytes]
 _JSON: Header = (b"content-type", b"application/json")
 _EVENTS: Sequence[Header] = (
@@ -137,31 +134,22 @@ class Channel:
         finally:
             self._writing_since_s = None
 
-    async def reply(self, data: bytes, *, status: int = 200, kind: bytes = _JSON[1]) -> None:
-        """Answer in one piece."""
+    async def reply(
+        self, data: bytes, *, status: int = 200, headers: Sequence[Header] = ()
+    ) -> None:
+        """Answer in one piece of JSON."""
         self.has_begun = True
-        length = b"%d" % len(data)
-        await self._start(status, [(b"content-type", kind), (b"content-length", length)])
+        length = (b"content-length", b"%d" % len(data))
+        await self._start(status, [_JSON, length, *headers])
         await self.end(data)
 
     async def fail(self, error: HttpError) -> None:
-        """Answer with an error, or end the stream that has begun with one.
-
-        What is left of a body is read for a while first: a client that is still sending would
-        otherwise see a broken connection and no reason. Checkpoints: always.
-        """
+        """Answer with an error, or end the stream that has begun with one."""
         data = msgspec.json.encode(error.body)
         if self.has_begun:
             await self.end(b"data: " + data + b"\n\n")
-            return
-        self.has_begun = True
-        length = (b"content-length", b"%d" % len(data))
-        with trio.move_on_after(LINGER_S):
-            while not self._is_whole:
-                await self._next_piece()
-        closing = () if self._is_whole else ((b"connection", b"close"),)
-        await self._start(error.status, [_JSON, length, *error.headers, *closing])
-        await self.end(data)
+        else:
+            await self.reply(data, status=error.status, headers=error.headers)
 
 
 class Gone(Exception):

@@ -1,8 +1,9 @@
-"""Serves the application: sockets, TLS, and hypercorn in a nursery of the caller's.
+"""Serves the application: sockets, TLS, and one of hypercorn's connections for each client.
 
-hypercorn shields what it writes from cancellation, so the kernel bounds how long a client may take
-nothing (TCP_USER_TIMEOUT, where there is one); headers and idle connections have a time-out of its
-own, bodies one of ours.
+Connections are accepted here and not by hypercorn, whose own loop ends the server with an exception
+that one connection raises, and clients can make it raise several. hypercorn shields what it writes
+from cancellation, so the kernel bounds how long a client may take nothing (TCP_USER_TIMEOUT, where
+there is one); headers and idle connections have a time-out of its own, bodies one of ours.
 """
 
 from __future__ import annotations
@@ -10,25 +11,28 @@ from __future__ import annotations
 import importlib
 import logging
 import socket
+import ssl
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast, final
 
 import trio
 from attrs import frozen
 from hypercorn.config import Config
 
-from kvlease.errors import ConfigError
+from kvlease.errors import ConfigError, Refused, leaves
 from kvlease.protocols.event_base import EventSink
 from kvlease.services.chat.encoder import ChatEncoder
 from kvlease.services.openai_http.app import make_app
-from kvlease.services.openai_http.context import Context
-from kvlease.services.rpc.address import TcpAddress
+from kvlease.services.openai_http.context import DOOR, Context
+from kvlease.services.openai_http.edge import Edge
+from kvlease.services.rpc.address import TcpAddress, peer_of
 from kvlease.services.serving.limits import Limits
 from kvlease.services.serving.metrics import metrics_of
 from kvlease.services.serving.service import Service
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
+    from starlette.types import ASGIApp
 
 BACKLOG = 1024
 SEND_BUFFER = 1 << 18
@@ -37,18 +41,32 @@ CLOSE_S = 3.0
 """How long connections may take to close once every answer has been told."""
 
 
-class _Serve(Protocol):
-    """`hypercorn.trio.serve`, whose own types name every kind of application there is."""
+class _Worker(Protocol):
+    """The part used of hypercorn's `WorkerContext`, which all connections share."""
 
-    async def __call__(
+    terminated: _Flag
+
+
+class _Flag(Protocol):
+    """The part used of its events."""
+
+    async def set(self) -> None:
+        """Tell every connection that the server ends."""
+        ...
+
+
+class _Connect(Protocol):
+    """The part used of hypercorn's `TCPServer`: serves one connection when it is awaited."""
+
+    def __call__(
         self,
-        app: Starlette,
+        app: object,
         config: Config,
-        *,
-        shutdown_trigger: Callable[[], Awaitable[None]],
-        task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
-    ) -> None:
-        """Serve until the trigger returns."""
+        context: _Worker,
+        state: dict[str, object],
+        stream: trio.abc.Stream,
+    ) -> Awaitable[None]:
+        """Take a connection."""
         ...
 
 
@@ -79,13 +97,10 @@ def _listen(address: TcpAddress, write_timeout_s: float) -> socket.socket:
     return listening
 
 
-def _config(listening: socket.socket, limits: Limits, certificate: Certificate | None) -> Config:
+def _config(limits: Limits, certificate: Certificate | None) -> Config:
     config = Config()
-    config.bind = [f"fd://{listening.fileno()}"]
-    config.backlog = BACKLOG
     config.keep_alive_timeout = limits.idle_timeout_s  # pyright: ignore[reportAttributeAccessIssue]
     config.ssl_handshake_timeout = limits.handshake_timeout_s  # pyright: ignore[reportAttributeAccessIssue]
-    config.graceful_timeout = CLOSE_S
     config.include_server_header = False
     config.errorlog = logging.getLogger("kvlease.http")
     if certificate is not None:
@@ -114,6 +129,7 @@ class Entrance:
         self._encoder = ChatEncoder.of_model(model)
         self._certificate = certificate
         self._socket = _listen(address, limits.write_timeout_s)
+        self._is_taken = False
         self._limits = limits
         self.port: int = self._socket.getsockname()[1]
         scheme = "http" if certificate is None else "https"
@@ -122,28 +138,67 @@ class Entrance:
     def door(self, service: Service, log: EventSink) -> HttpDoor:
         """Make the door; the socket is its own from here on."""
         context = Context(service, self._encoder, log)
-        config = _config(self._socket, self._limits, self._certificate)
-        self._socket.detach()
-        return HttpDoor(context, config, self.url)
+        config = _config(self._limits, self._certificate)
+        listener = trio.SocketListener(trio.socket.from_stdlib_socket(self._socket))
+        self._is_taken = True
+        return HttpDoor(context, config, listener, self.url)
 
     def close(self) -> None:
         """Stop listening, if that has not become somebody else's."""
-        self._socket.close()
+        if not self._is_taken:
+            self._socket.close()
 
 
 @final
 class HttpDoor:
     """The door: serves OpenAI's clients, and Prometheus, at one address."""
 
-    def __init__(self, context: Context, config: Config, url: str) -> None:
-        """Made by an `Entrance`."""
+    def __init__(
+        self, context: Context, config: Config, listener: trio.SocketListener, url: str
+    ) -> None:
+        """Made by an `Entrance`; takes the listener."""
         self.context = context
         self.addresses = [url]
         self._config = config
+        self._listener = listener
 
     async def run(self) -> None:
         """Serve until the service has drained, or until cancelled. Checkpoints: always."""
-        service = self.context.service
-        app = make_app(self.context, metrics_of(service, self.context.tool_call_errors))
-        serve = cast("_Serve", importlib.import_module("hypercorn.trio").serve)
-        await serve(app, self._config, shutdown_trigger=service.drained.wait)
+        metrics = metrics_of(self.context.service, self.context.tool_call_errors)
+        await self.serve(Edge(make_app(self.context, metrics)))
+
+    async def serve(self, app: ASGIApp) -> None:
+        """Serve an application, until the same; the listener is closed when it returns."""
+        wrapped = importlib.import_module("hypercorn.app_wrappers").ASGIWrapper(app)
+        hypercorn = importlib.import_module("hypercorn.trio.tcp_server")
+        worker = cast("_Worker", hypercorn.WorkerContext(None))
+        connect = partial(cast("_Connect", hypercorn.TCPServer), wrapped, self._config, worker, {})
+        serve_one = partial(self._serve_one, connect, self._config.create_ssl_context())
+        async with trio.open_nursery() as connections:
+            async with self._listener, trio.open_nursery() as accepting:
+                listen = partial(trio.serve_listeners, handler_nursery=connections)
+                accepting.start_soon(listen, serve_one, [self._listener])
+                await self.context.service.drained.wait()
+                accepting.cancel_scope.cancel()
+            await worker.terminated.set()
+            connections.cancel_scope.deadline = trio.current_time() + CLOSE_S
+
+    async def _serve_one(
+        self,
+        connect: Callable[[trio.abc.Stream], Awaitable[None]],
+        tls: ssl.SSLContext | None,
+        plain: trio.SocketStream,
+    ) -> None:
+        """Serve one connection; whatever its client makes of it ends here."""
+        stream: trio.abc.Stream = plain
+        if tls is not None:
+            stream = trio.SSLStream(plain, tls, server_side=True, https_compatible=True)
+        peer = peer_of(plain)
+        try:
+            await connect(stream)
+        except* Exception as broken:
+            why = ", ".join(repr(leaf) for leaf in leaves(broken))
+            error = Refused("protocol", f"a connection made no sense: {why}")
+            self.context.service.refuse(DOOR, peer, error)
+        finally:
+            await trio.aclose_forcefully(plain)

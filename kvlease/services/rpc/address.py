@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from urllib.parse import urlsplit
 
+import trio
 from attrs import frozen
 
 from kvlease.errors import ConfigError
@@ -64,3 +66,14 @@ def parse_address(text: str) -> Address:
     if parts.scheme == "tcp" and parts.hostname and port is not None and is_plain:
         return TcpAddress(parts.hostname, port)
     raise ConfigError(f"address {text!r} is none; write tcp://HOST:PORT or unix://PATH")
+
+
+def peer_of(stream: trio.SocketStream) -> str:
+    """Return who is at the other end, as logs have it; who has gone again has no name."""
+    if stream.socket.family == socket.AF_UNIX:
+        return "unix"
+    try:
+        name = stream.socket.getpeername()
+    except OSError:
+        return "gone"
+    return f"{name[0]}:{name[1]}"

@@ -16,7 +16,7 @@ import trio
 from kvlease.errors import ConfigError, InternalError, Refused
 from kvlease.protocols import rpc
 from kvlease.protocols.rpc import MAX_HANDSHAKE_BYTES
-from kvlease.services.rpc.address import Address, TcpAddress, UnixAddress
+from kvlease.services.rpc.address import Address, TcpAddress, UnixAddress, peer_of
 from kvlease.services.rpc.connection import GOODBYE_S, Connection, code_of
 from kvlease.services.rpc.framing import ByteStream, FrameError, frame_of, linger, receive_one
 from kvlease.services.rpc.handshake import greeting, judge_hello
@@ -130,19 +130,23 @@ class RpcDoor:
         await trio.serve_listeners(self._serve, self._listeners, handler_nursery=clients)
 
     async def _serve(self, plain: trio.SocketStream) -> None:
-        """Serve one connection from its first byte to its last."""
-        peer = _peer_of(plain)
+        """Serve one connection from its first byte to its last; whatever it does ends here."""
+        peer = peer_of(plain)
         stream: trio.SocketStream | trio.SSLStream[trio.SocketStream] = plain
-        if self._tls is not None and plain.socket.family != socket.AF_UNIX:
-            stream = trio.SSLStream(plain, self._tls, server_side=True, https_compatible=True)
         try:
+            if self._tls is not None and plain.socket.family != socket.AF_UNIX:
+                stream = trio.SSLStream(plain, self._tls, server_side=True, https_compatible=True)
             client = await self._let_in(stream, peer)
             if client is not None:
                 await self._serve_client(stream, client)
         except _GONE:
             pass
+        except InternalError:
+            raise
+        except Exception as error:
+            self._service.refuse("rpc", peer, Refused("internal", f"a mistake: {error!r}"))
         finally:
-            await trio.aclose_forcefully(stream)
+            await trio.aclose_forcefully(plain)
 
     async def _serve_client(self, stream: ByteStream, client: Client) -> None:
         """Serve a client that is known; a mistake of ours ends its connection and no other."""
@@ -218,13 +222,6 @@ async def _turn_away(stream: ByteStream, error: Refused) -> None:
     with trio.move_on_after(GOODBYE_S):
         await stream.send_all(frame_of(goodbye))
         await linger(stream)
-
-
-def _peer_of(stream: trio.SocketStream) -> str:
-    if stream.socket.family == socket.AF_UNIX:
-        return "unix"
-    name = stream.socket.getpeername()
-    return f"{name[0]}:{name[1]}"
 
 
 @asynccontextmanager
