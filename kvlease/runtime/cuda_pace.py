@@ -18,17 +18,26 @@ SPREAD_SHARE = 0.25
 """How much earlier and later than ever before a point may be due."""
 SAME_KIND = 1.15
 """Durations that differ less are of one kind of work; those between two kinds are not expected."""
-STEP_S = 40e-6
-STEP_SHARE = 0.02
-"""How much earlier to look the next time where the first look came too late."""
-WATCH_S = 30e-6
+STEP_S = 10e-6
+"""How much earlier a point is expected the next time that was passed before it was looked for; each
+further time it is twice that."""
+LOOKS_S = 30e-6
 """What may be spent on looking when a point is due, at least: where work is short, late is worse
 than busy."""
-MEMORY = 6
+FIXED_S = 20e-6
+"""What a point costs in any case, with nothing to look for."""
+WATCH_SHARE = 0.35
+WATCH_LEAST_S = 15e-6
+"""Of what is allowed, how long before its mean a point may be watched without sleeping."""
+MEMORY = 12
 """Durations that are remembered: steps of a few kinds may alternate on one stream."""
 CLOSE_S = 20e-6
 """Looks that may follow each other faster than this are better made without sleeping: that costs
 little more then, and sees at once."""
+OVERDUE_SHARE = 0.5
+"""How long to sleep where a point is overdue, of the time that it is overdue by."""
+RISE, FALL = 0.3, 0.05
+"""How fast it is learnt that sleeps end later than they did, and earlier: late costs more."""
 
 Window = tuple[float, float, float]
 """From when to when a point is due, and how long to sleep between looks there, all in seconds."""
@@ -41,7 +50,10 @@ class Pace:
     ``since`` is when the device began on the next point, as far as the host knows.
     """
 
-    __slots__ = ("_early_s", "_last_look", "_late_s", "_recent", "_share", "_windows", "since")
+    __slots__ = (
+        "_early_s", "_last_look", "_late_s", "_num_missed", "_planned", "_recent", "_share",
+        "_windows", "since",
+    )  # fmt: skip
 
     def __init__(self, share: float) -> None:
         """Know nothing yet; ``share`` of a core may be spent on looking."""
@@ -50,23 +62,38 @@ class Pace:
         self._early_s = 6 * LOOK_S / share
         self._late_s = LOOK_S / share
         self._last_look = 0.0
+        self._planned: float | None = None
+        """When the device began to be due, if the next look is the first one there."""
+        self._num_missed = 0
         self._recent: deque[float] = deque(maxlen=MEMORY)
         self._windows: dict[int, list[Window]] = {}
 
     def began(self, now: float) -> None:
         """Note that a point was recorded on a stream that had none to pass."""
         self.since = self._last_look = now
+        self._planned = None
 
     def looked(self, now: float, num_passed: int) -> None:
         """Note what a look has found: so many points passed since the last one."""
         if num_passed:
-            elapsed = now - self.since
-            # It was passed at some time since the last look; if that is long ago, look earlier.
-            late = min((now - self._last_look) / 2, max(STEP_S, elapsed * STEP_SHARE))
-            self._recent.append(max(elapsed - late, 0.0) / num_passed)
+            self._recent.append(self._took(now) / num_passed)
             self._windows.clear()
             self.since = now
-        self._last_look = now
+        self._last_look, self._planned = now, None
+
+    def _took(self, now: float) -> float:
+        """Return how long points took that a look has found passed.
+
+        Where that was the first look it tells little: they were passed at any time before. To learn
+        the time of the look would make the next one no earlier, and so for ever.
+        """
+        before, elapsed = self._last_look - self.since, now - self.since
+        if self._planned is None or elapsed - before < 2 * CLOSE_S:
+            self._num_missed = 0
+            return (before + elapsed) / 2
+        step = STEP_S * 2.0 ** min(self._num_missed, 16)
+        self._num_missed += 1
+        return max(min(self._planned, elapsed) - step, before)
 
     def next_look_s(self, now: float, num_ahead: int) -> float:
         """Return how long to sleep before looking for the point ``num_ahead`` places ahead.
@@ -77,18 +104,26 @@ class Pace:
         windows = self._windows.get(num_ahead)
         if windows is None:
             windows = self._windows[num_ahead] = self._expected(num_ahead + 1)
-        for number, (begin, end, gap) in enumerate(windows):
+        after = 0.0
+        for begin, end, gap in windows:
             if elapsed < begin:
-                rare = self._late_s if number else self._early_s
+                rare = self._overdue_s(elapsed - after) if after else self._early_s
                 # A look just before the window would cost more than it tells.
-                return begin - elapsed if begin - elapsed < 2 * rare else rare
+                if begin - elapsed >= 2 * rare:
+                    return rare
+                self._planned = begin
+                return begin - elapsed
             if elapsed <= end:
                 return gap
-        return self._late_s
+            after = end
+        return self._overdue_s(elapsed - after)
 
     def rare_look_s(self) -> float:
         """Return how long to sleep where nobody waits."""
         return self._early_s
+
+    def _overdue_s(self, overdue: float) -> float:
+        return min(max(overdue * OVERDUE_SHARE, CLOSE_S), self._late_s)
 
     def _expected(self, num_points: int) -> list[Window]:
         """Return when so many points will be passed, by kind of work, the shortest kind first."""
@@ -98,11 +133,33 @@ class Pace:
                 kinds[-1].append(each)
             else:
                 kinds.append([each])
-        return [self._window(kind[0] * num_points, kind[-1] * num_points) for kind in kinds]
+        return [self._window([each * num_points for each in kind]) for kind in kinds]
 
-    def _window(self, low: float, high: float) -> Window:
+    def _window(self, kind: list[float]) -> Window:
+        low, high = kind[0], kind[-1]
         margin = MARGIN_S + SPREAD_SHARE * (high - low) + MARGIN_SHARE * high
-        allowed = max(self._share * high, WATCH_S)
+        allowed = self._share * high
         width = high - low + 2 * margin
-        gap = width * LOOK_S / allowed
-        return low - margin, high + margin, 0.0 if gap < CLOSE_S else min(gap, self._late_s)
+        if width * LOOK_S >= CLOSE_S * max(allowed, LOOKS_S):
+            gap = width * LOOK_S / max(allowed - FIXED_S, LOOKS_S)
+            return low - margin, high + margin, min(gap, self._late_s)
+        # What is passed before is seen at the beginning: late by less than watching would cost.
+        watched = max(WATCH_SHARE * allowed - FIXED_S, WATCH_LEAST_S)
+        return max(low - MARGIN_S, sum(kind) / len(kind) - watched), high + margin, 0.0
+
+
+@final
+class Oversleep:
+    """How late sleeps of about one length end: what to end them earlier by."""
+
+    __slots__ = ("_most_s", "late_s")
+
+    def __init__(self, most_s: float) -> None:
+        """Know nothing yet; sleeps that end later than ``most_s`` have other causes."""
+        self._most_s = most_s
+        self.late_s = 0.0
+
+    def ended(self, late_s: float) -> None:
+        """Note how late a sleep has ended."""
+        change = min(late_s, self._most_s) - self.late_s
+        self.late_s += change * (RISE if change > 0.0 else FALL)

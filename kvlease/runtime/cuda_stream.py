@@ -122,11 +122,15 @@ class CudaStream(WorkerStream):
         if points is None or completion.state.is_final:
             self._hold_for(item)
             return
-        if points and self._stalls is not None:
-            self._stalls.hold(completion, points)
-            return
-        for point in points:
-            point.hold()
+        try:
+            if points and self._stalls is not None:
+                self._stalls.hold(completion, points)
+                return
+            for point in points:
+                point.hold()
+        except Exception as error:
+            # The stream does not stand behind them, so what would read them must not run.
+            self._work_failed(item.scope, error)
 
     def _drop(self, item: Item) -> None:
         """Let go of an item; a record ends only when the device is done with what came before."""

@@ -19,7 +19,7 @@ import trio
 
 from kvlease.errors import DeadlineExceeded, InternalError, UsageError
 from kvlease.runtime.completions import CpuCompletion
-from kvlease.runtime.cuda_pace import Pace
+from kvlease.runtime.cuda_pace import Oversleep, Pace
 from kvlease.runtime.cuda_spin import fine_timers
 
 Passed = Callable[[BaseException | None], None]
@@ -31,8 +31,14 @@ SAVED_S = 5e-3
 """How much of the waiter's budget is kept for later."""
 SHORT_S = 250e-6
 """Sleeps shorter than this are not ended by new points: being woken costs more than it gains."""
+SHORT_LATE_S = 20e-6
+LONG_LATE_S = 300e-6
+"""By how much a sleep is shortened at most. Processors of an idle machine sleep deeply: the longer
+one slept the later it wakes (7 us for short sleeps, 30 to 200 us after 2 ms)."""
+NAP_S = 5e-6
+"""A sleep shorter than this costs more than it saves."""
 THRIFT_S = 30e-6
-"""Between looks at a point that is due, where there is no budget for watching it closely."""
+"""Between looks at a point that is due, at least, where the budget for watching it is spent."""
 POINT_S = 60e-6
 """What the budget gains with each point that was passed: that much is spent on telling of it."""
 AT_ONCE = 8
@@ -185,6 +191,7 @@ class CudaWaiter:
         self._lanes: list[Lane] = []
         self._bell: SimpleQueue[None] = SimpleQueue()
         self._sleeps_until = 0.0
+        self._short, self._long = Oversleep(SHORT_LATE_S), Oversleep(LONG_LATE_S)
         self._failure: BaseException | None = None
         self._budget_s = SAVED_S
         self._clocks = (0.0, 0.0)
@@ -253,12 +260,7 @@ class CudaWaiter:
                 pause, point = self._look()
                 if pause == math.inf and self._closing.state.is_final:
                     break
-                if pause > 0.0:
-                    self._sleep(pause)
-                elif point is not None and self._has_budget():
-                    point.spin(self._spin)
-                elif point is not None:
-                    self._sleep(THRIFT_S)
+                self._wait(pause, point)
         except BaseException as error:
             self._failure = error
             self._fail_all(error)
@@ -320,18 +322,44 @@ class CudaWaiter:
         self._clocks = now, used
         return self._budget_s > 0
 
-    def _sleep(self, pause: float) -> None:
-        if pause < SHORT_S:
-            time.sleep(pause)
-            return
+    def _wait(self, pause: float, due: Point | None) -> None:
+        """Let so much time pass before the next look; none is to watch the point that is due."""
+        if pause >= SHORT_S + self._long.late_s:
+            self._sleep(time.perf_counter() + pause)
+        elif due is None:
+            return  # there is more to tell at once
+        elif not self._has_budget():
+            self._nap(time.perf_counter() + min(max(3 * pause, THRIFT_S), SHORT_S))
+        elif not pause or not self._nap(time.perf_counter() + pause):
+            due.spin(self._spin)
+
+    def _nap(self, until: float) -> bool:
+        """Sleep until then, whatever happens; False if that is too soon to sleep."""
+        wakes = until - self._short.late_s
+        pause = wakes - time.perf_counter()
+        if pause < NAP_S:
+            return False
+        time.sleep(pause)
+        self._short.ended(time.perf_counter() - wakes)
+        return True
+
+    def _sleep(self, until: float) -> None:
+        """Sleep until then, or until a new point needs it earlier."""
+        wakes = until - self._long.late_s
         # The wish to be woken is said before new points are looked for; a stream appends its point
         # before it looks for the wish. So one of them sees the other.
-        self._sleeps_until = math.inf if pause == math.inf else time.perf_counter() + pause
-        if all(lane.num_taken == lane.num_watched for lane in self._lanes):
+        self._sleeps_until = until
+        is_on_time = all(lane.num_taken == lane.num_watched for lane in self._lanes)
+        if is_on_time:
+            pause = None if until == math.inf else max(0.0, wakes - time.perf_counter())
             try:
-                self._bell.get(timeout=None if pause == math.inf else pause)
+                self._bell.get(timeout=pause)
+                is_on_time = False
                 while True:
                     self._bell.get_nowait()
             except Empty:
                 pass
         self._sleeps_until = 0.0
+        if is_on_time:
+            self._long.ended(time.perf_counter() - wakes)
+            self._nap(until)

@@ -8,7 +8,7 @@ import pytest
 import trio
 
 from kvlease.errors import InternalError, TransferFailed
-from kvlease.protocols.ports import CompletionState
+from kvlease.protocols.ports import Completion, CompletionState
 from kvlease.runtime.cuda_waiter import CudaWaiter
 from kvlease.runtime.loader import submit
 from tests.runtime.cuda.devices import ThreadDevice, ThreadEvent, open_streams
@@ -25,7 +25,7 @@ class BrokenDevice:
 
     def __init__(self, device: ThreadDevice) -> None:
         self._device = device
-        self.asks = self.records = True
+        self.asks = self.records = self.waits = True
 
     def event(self) -> BrokenEvent:
         return BrokenEvent(self, self._device.event())
@@ -43,6 +43,8 @@ class BrokenEvent:
         self._event.record()
 
     def wait(self) -> None:
+        if not self._device.waits:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         self._event.wait()
 
     def query(self) -> bool:
@@ -68,6 +70,38 @@ async def test_a_device_that_fails_fails_what_waits_for_it(
             for _ in range(3):
                 with pytest.raises(TransferFailed, match="illegal memory access"):
                     await stream.record().wait_done()
+    threads.close()
+
+
+@pytest.mark.parametrize("timed", [False, True])
+async def test_a_reader_that_could_not_be_ordered_behind_its_rows_reads_nothing(
+    threads: ThreadDevice, timed: bool
+) -> None:
+    broken = BrokenDevice(threads)
+    waiter = CudaWaiter(broken.event)
+    held: list[Completion] = []
+
+    def observe(completion: Completion, _seconds: float) -> None:
+        held.append(completion)
+
+    with trio.fail_after(PATIENCE_S):
+        async with open_streams(
+            threads, "load", "compute", waiter=waiter, observer=observe if timed else None
+        ) as (
+            load,
+            compute,
+        ):
+            load.launch(lambda: threads.delay(0.05))
+            loaded = load.record()
+            await loaded.wait_recorded()
+            broken.waits = False
+            scope, other = compute.scope(), compute.scope()
+            scope.wait(loaded)
+            scope.launch(lambda: pytest.fail("read what may not have come"))
+            with pytest.raises(TransferFailed, match="illegal memory access"):
+                await scope.record().wait_done()
+            await other.record().wait_done()
+    assert not held
     threads.close()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvlease.runtime.cuda_pace import LOOK_S, Pace
+from kvlease.runtime.cuda_pace import LOOK_S, Oversleep, Pace
 
 SHARE = 0.05
 SLEEP_S = 6e-6
@@ -17,10 +17,22 @@ ASK_S = 5e-6
 SPIN_S = 30e-6
 
 
-def watch(durations: Sequence[float], *, share: float = SHARE) -> tuple[list[float], float]:
-    """Wait for points one by one; return how late each was seen, and the share of a core spent."""
+LONG_S = 250e-6
+
+
+def watch(
+    durations: Sequence[float],
+    *,
+    share: float = SHARE,
+    wakes_late_s: float = 0.0,
+    allows: bool = True,
+) -> tuple[list[float], float]:
+    """Wait for points one by one; return how late each was seen, and the share of a core spent.
+
+    Long sleeps end late by about ``wakes_late_s``, which is allowed for or not.
+    """
     rng = random.Random(0)
-    pace = Pace(share)
+    pace, oversleep = Pace(share), Oversleep(300e-6)
     now = spent = 0.0
     late: list[float] = []
     for duration in durations:
@@ -33,7 +45,13 @@ def watch(durations: Sequence[float], *, share: float = SHARE) -> tuple[list[flo
             spent += ASK_S
             pace.looked(now, 0)
             pause = pace.next_look_s(now, 0)
-            if pause:
+            if pause > LONG_S + oversleep.late_s:
+                over = wakes_late_s * rng.uniform(0.7, 1.3)
+                wakes = now + pause - (oversleep.late_s if allows else 0.0)
+                oversleep.ended(over)
+                now = max(wakes + over, now + pause if allows else 0.0)
+                spent += 2 * SLEEP_S
+            elif pause:
                 now += pause + SLEEP_S * rng.uniform(0.8, 1.5)
                 spent += SLEEP_S
             else:
@@ -55,6 +73,33 @@ def test_steps_of_steady_length_are_seen_at_once_and_for_little(seconds: float) 
     late, spent = watch(spread(seconds, 0.01))
     assert statistics.median(late) < 20e-6
     assert spent < SHARE
+
+
+@pytest.mark.parametrize("seconds", [2e-3, 20e-3])
+@pytest.mark.parametrize("wakes_late_s", [80e-6, 200e-6])
+def test_a_machine_that_wakes_late_is_woken_earlier(seconds: float, wakes_late_s: float) -> None:
+    late, spent = watch(spread(seconds, 0.01), wakes_late_s=wakes_late_s)
+    assert statistics.median(late) < 20e-6
+    assert spent < SHARE
+
+
+def test_a_point_that_was_passed_before_the_first_look_does_not_teach_to_look_later() -> None:
+    late, _ = watch(spread(2e-3, 0.01, 400), wakes_late_s=100e-6, allows=False)
+    assert statistics.median(late[-50:]) < 100e-6
+
+
+def test_what_sleeps_are_late_by_is_learnt_fast_and_forgotten_slowly() -> None:
+    oversleep = Oversleep(300e-6)
+    for _ in range(10):
+        oversleep.ended(100e-6)
+    assert oversleep.late_s > 90e-6
+    oversleep.ended(10e-6)
+    assert oversleep.late_s > 80e-6, "one sleep on time is no proof"
+    oversleep.ended(5e-3)
+    assert oversleep.late_s < 200e-6, "one that was kept from its core is none either"
+    for _ in range(100):
+        oversleep.ended(10e-6)
+    assert oversleep.late_s < 20e-6
 
 
 @pytest.mark.parametrize("seconds", [2e-3, 20e-3])
