@@ -20,6 +20,11 @@ MAX_TIMEOUT_S = 1e9
 """Some thirty years; longer ones do not fit the log's nanoseconds."""
 MAX_PAGES = 2**31 - 1
 """Page numbers are 32 bits wide in the books."""
+_COUNTS = (
+    "page_tokens", "device_pages", "host_pages", "device_tails", "host_tails", "tail_every",
+    "max_sessions", "max_queue", "chunk_tokens", "cache_events",
+)  # fmt: skip
+"""Of `EngineConfig`: what memory or a queue is sized by."""
 
 
 @frozen
@@ -78,14 +83,14 @@ class EngineConfig:
             raise ConfigError(f"cache_events is {self.cache_events}; give 0 (none kept) or more")
         if self.host_pages < 0:
             raise ConfigError(f"host_pages is {self.host_pages}; give 0 (no host tier) or more")
-        for name in ("device_pages", "host_pages"):
-            pages: int = getattr(self, name)
-            if pages > MAX_PAGES:
-                raise ConfigError(f"{name} is {pages}; give {MAX_PAGES} or fewer")
         for name in ("page_tokens", "device_tails", "host_tails", "chunk_tokens"):
             optional: int | None = getattr(self, name)
             if optional is not None and optional < 1:
                 raise ConfigError(f"{name} is {optional}; give a number of 1 or more")
+        for name in _COUNTS:
+            count: int | None = getattr(self, name)
+            if count is not None and count > MAX_PAGES:
+                raise ConfigError(f"{name} is {count}; give {MAX_PAGES} or fewer")
         if not 0 <= self.audit_rate <= 1:
             raise ConfigError(f"audit_rate is {self.audit_rate}; give a share from 0 to 1")
         for name in ("load_timeout_s", "request_timeout_s"):

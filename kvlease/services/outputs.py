@@ -21,9 +21,9 @@ def check_writable(path: str | None) -> None:
     if path is None:
         return
     folder = Path(path).absolute().parent
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # which takes a name that is too long for one that is not there
         raise BadInput(f"cannot write {path}: the folder {folder} does not exist")
-    if Path(path).is_dir():
+    if os.path.isdir(path):
         raise BadInput(f"cannot write {path}: it is a folder")
     if not os.access(folder, os.W_OK):
         raise BadInput(f"cannot write {path}: the folder is read-only")

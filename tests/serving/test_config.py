@@ -5,8 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from kvlease.errors import ConfigError
-from kvlease.services.serving.config import SETTINGS, ServeConfig, default_of, read_config
+from kvlease.errors import BadInput, ConfigError
+from kvlease.services.serving.config import (
+    ENGINE_KEYS,
+    SETTINGS,
+    ServeConfig,
+    TenantSection,
+    default_of,
+    read_config,
+)
 from kvlease.services.serving.plan import make_plan
 from tests.tidy.rules import ROOT
 
@@ -95,6 +102,42 @@ def test_the_environment_names_the_file_and_lists_addresses(tmp_path: Path) -> N
 def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         read(text, folder=tmp_path)
+
+
+ODD = (
+    "true", "-1", "0", "1.5", "nan", "-inf", "1e300", "9223372036854775808", "''", "'x'", "[]",
+    "['x']", "[1]", "{}", "{a=1}", "1979-05-27", '"\\u0000"', '"a\\n\\u001b[31m"', f"'{'y' * 300}'",
+    f"'{'y' * 5000}'", "[{}]", "99999999999999999999999",
+)  # fmt: skip
+KEYS = {
+    "": ("listen", "http", "secret_file", "tls_cert", "tls_key", "model", "log", "log_level",
+         "tenants", "engine", "limits"),
+    "[engine]": ENGINE_KEYS,
+    "[limits]": ServeConfig().limits.__struct_fields__,
+    "[[tenants]]": TenantSection.__struct_fields__,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("section", KEYS)
+def test_no_value_of_any_key_is_more_than_one_sentence(section: str, tmp_path: Path) -> None:
+    """It is taken, or refused in one short line that names the key."""
+    (tmp_path / "secret").write_text(SECRET)
+    refused = 0
+    for key in KEYS[section]:
+        for value in ODD:
+            fields = {key: value}
+            if section == "[[tenants]]":
+                fields = {"name": "'a'", "secret_file": f"'{tmp_path / 'secret'}'", key: value}
+            lines = [section, *(f"{name} = {text}" for name, text in fields.items())]
+            try:
+                make_plan(read("\n".join(lines), folder=tmp_path))
+            except BadInput as error:
+                sentence = str(error)
+                assert key in sentence
+                assert sentence.isprintable()
+                assert len(sentence) < 600
+                refused += 1
+    assert refused > 10 * len(KEYS[section]) // 2
 
 
 def test_a_mistake_elsewhere_is_named_with_who_made_it(tmp_path: Path) -> None:

@@ -28,8 +28,10 @@ _HIDDEN = frozenset({"tenant_salt", "poison", "digests", "prefix_cache"})
 """Of `EngineConfig`: what is not for operators."""
 ENGINE_KEYS = tuple(f.name for f in attrs.fields(EngineConfig) if f.name not in _HIDDEN)
 
-Name: TypeAlias = Annotated[str, Meta(pattern=r"\A[^\0]*\Z")]
-"""Of a file or an address: the system ends a name at a NUL, so that none may be in it."""
+Name: TypeAlias = Annotated[str, Meta(pattern=r"\A[^\x00-\x1f\x7f]*\Z", max_length=1024)]
+"""Of a file or an address: without control characters, as it has to fit in a sentence and a log."""
+MAX_COMPLAINT = 300
+"""Characters of a sentence about one value, which may itself be as long as a file."""
 
 
 class TenantSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -232,6 +234,7 @@ def _convert(
 
     def refuse(key: str, what: str) -> ConfigError:
         who = origins[key].origin if key in origins else path
+        what = what if len(what) <= MAX_COMPLAINT else f"{what[:MAX_COMPLAINT]}..."
         return ConfigError(f"{who}: {key}: {what}" if key else f"{who}: {what}")
 
     engine = tree["engine"]
@@ -246,7 +249,7 @@ def _convert(
     except KVLeaseError as error:
         what = str(error).removeprefix("limits.")
         name = what.split(" ", 1)[0]
-        key = next((s.key for s in SETTINGS if s.key.endswith(f".{name}")), "")
+        key = f"engine.{name}" if name in ENGINE_KEYS else f"limits.{name}"
         raise refuse(key, what) from None
 
 

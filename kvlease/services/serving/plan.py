@@ -5,6 +5,7 @@ All that can be wrong without an engine is found here, so that `kvlease serve --
 
 from __future__ import annotations
 
+import os
 import ssl
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,13 +38,13 @@ def make_plan(config: ServeConfig) -> Plan:
     Raises:
         ConfigError: a file is missing or no good, or the server would be open to strangers.
     """
-    if config.model is not None and not Path(config.model).is_dir():
+    if config.model is not None and not os.path.isdir(config.model):
         raise ConfigError(f"model {config.model} is no folder; give one with a config.json")
     if config.level == "audit" and config.log is None:
         raise ConfigError("log_level audit is for a file; say which with log")
     check_writable(config.log)
     tenants = Tenants(_tenants(config))
-    addresses = tuple(parse_address(text) for text in config.listen)
+    addresses = tuple(_listen(text) for text in config.listen)
     if not addresses and config.http is None:
         raise ConfigError("listen is empty, so nobody could reach the server; give an address")
     http = None if config.http is None else _http(config.http)
@@ -54,6 +55,13 @@ def make_plan(config: ServeConfig) -> Plan:
                 " that not everybody is let in"
             )
     return Plan(config, tenants, addresses, _tls(config), http)
+
+
+def _listen(text: str) -> Address:
+    try:
+        return parse_address(text)
+    except ConfigError as error:
+        raise ConfigError(f"listen: {error}") from error
 
 
 def _http(text: str) -> TcpAddress:
@@ -74,11 +82,11 @@ def _http(text: str) -> TcpAddress:
 def _tenants(config: ServeConfig) -> list[Tenant]:
     found: list[Tenant] = []
     if config.secret_file is not None:
-        found.append(Tenant(secret=_secret(config.secret_file), is_admin=True))
-    for section in config.tenants:
-        secret = _secret(section.secret_file)
+        found.append(Tenant(secret=_secret("secret_file", config.secret_file), is_admin=True))
+    for place, section in enumerate(config.tenants):
+        secret = _secret(f"tenants[{place}].secret_file", section.secret_file)
         if not section.name:
-            raise ConfigError("a tenant needs a name")
+            raise ConfigError(f"tenants[{place}].name is empty; a tenant needs a name")
         found.append(
             Tenant(
                 name=section.name,
@@ -93,13 +101,14 @@ def _tenants(config: ServeConfig) -> list[Tenant]:
     return found
 
 
-def _secret(path: str) -> bytes:
+def _secret(key: str, path: str) -> bytes:
     try:
         secret = Path(path).read_bytes().strip()
     except OSError as error:
-        raise ConfigError(f"cannot read the secret {path}: {error.strerror or error}") from error
+        reason = error.strerror or error
+        raise ConfigError(f"{key}: cannot read the secret {path!r}: {reason}") from error
     if not secret:
-        raise ConfigError(f"the secret file {path} is empty")
+        raise ConfigError(f"{key}: the secret file {path!r} is empty")
     return secret
 
 

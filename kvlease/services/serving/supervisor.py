@@ -179,7 +179,8 @@ async def _heed_signals(
             task_status.started()
             async for number in signals:
                 if service.status == "draining":
-                    outcome.is_stopped = not service.drained.is_set()
+                    if not service.drained.is_set():
+                        outcome.is_stopped, outcome.cut = True, service.num_streams
                     scope.cancel()
                     return
                 outcome.is_interrupted = number == signal.SIGINT

@@ -40,7 +40,7 @@ class Tenant:
 
     def __attrs_post_init__(self) -> None:
         """Refuse what cannot work, naming the tenant."""
-        who = f"tenant {self.name!r}" if self.name else "the server"
+        who = f"tenant {self.name[:80]!r}" if self.name else "the server"
         if len(self.name) > 64 or not self.name.isprintable():
             raise ConfigError(f"{who}: a name is at most 64 printable characters")
         if self.secret and len(self.secret) < MIN_SECRET_BYTES:
