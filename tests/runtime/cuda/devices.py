@@ -6,6 +6,7 @@ queue and in no order between queues, unless an event is recorded and waited for
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -24,10 +25,26 @@ from kvlease.runtime.stream_scope import WaitObserver
 
 CYCLES_PER_S = 1.7e9
 """Of a GPU's clock, for its sleeping kernel; somewhat less than the clock's maximum."""
+_IS_EQUAL = 1
+"""The driver's CU_STREAM_WAIT_VALUE_EQ."""
+
+
+class Barrier(Protocol):
+    """Lets nothing pass until it is open; whoever closes the device opens it at the latest."""
+
+    is_open: bool
+
+    def hold(self) -> None:
+        """Let the current queue stand still here until it is open."""
+        ...
+
+    def open(self) -> None:
+        """Let everything pass from now on; on any thread."""
+        ...
 
 
 class Device(Protocol):
-    """What the tests need of a device; all but `queue` is for a stream's worker."""
+    """What the tests need of a device; all but `queue` and `barrier` is for a stream's worker."""
 
     name: str
 
@@ -51,6 +68,10 @@ class Device(Protocol):
         """Let the current queue take so long here."""
         ...
 
+    def barrier(self) -> Barrier:
+        """Make a barrier, closed."""
+        ...
+
 
 @final
 class ThreadDevice:
@@ -62,6 +83,7 @@ class ThreadDevice:
         self._local = threading.local()
         self._queues: list[SimpleQueue[Callable[[], object] | None]] = []
         self._threads: list[threading.Thread] = []
+        self._barriers: list[Barrier] = []
 
     def queue(self) -> Callable[[], None]:
         mine: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -87,10 +109,33 @@ class ThreadDevice:
     def delay(self, seconds: float) -> None:
         self.enqueue(partial(time.sleep, seconds))
 
+    def barrier(self) -> Barrier:
+        self._barriers.append(ThreadBarrier(self))
+        return self._barriers[-1]
+
     def close(self) -> None:
+        for barrier in self._barriers:
+            barrier.open()
         for queue, thread in zip(self._queues, self._threads, strict=True):
             queue.put(None)
             thread.join()
+
+
+@final
+class ThreadBarrier:
+    """A barrier of the thread device."""
+
+    def __init__(self, device: ThreadDevice) -> None:
+        self._device = device
+        self._opened = threading.Event()
+        self.is_open = False
+
+    def hold(self) -> None:
+        self._device.enqueue(self._opened.wait)
+
+    def open(self) -> None:
+        self.is_open = True
+        self._opened.set()
 
 
 def _run(queue: SimpleQueue[Callable[[], object] | None]) -> None:
@@ -133,6 +178,9 @@ class CudaDevice:
 
     name = "cuda"
 
+    def __init__(self) -> None:
+        self._barriers: list[Barrier] = []
+
     def queue(self) -> Callable[[], None]:
         return partial(torch.cuda.set_stream, torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
@@ -148,8 +196,40 @@ class CudaDevice:
     def delay(self, seconds: float) -> None:
         torch.cuda._sleep(int(seconds * CYCLES_PER_S))  # type: ignore[no-untyped-call]
 
+    def barrier(self) -> Barrier:
+        self._barriers.append(CudaBarrier())
+        return self._barriers[-1]
+
     def close(self) -> None:
+        for barrier in self._barriers:
+            barrier.open()
         torch.cuda.synchronize()
+
+
+@final
+class CudaBarrier:
+    """A word of host memory that streams wait for; no clock decides when they go on.
+
+    While it is closed nothing may be used for the first time: loading a kernel may take an idle
+    device.
+    """
+
+    def __init__(self) -> None:
+        driver = ctypes.CDLL("libcuda.so.1")
+        self._wait_value = driver.cuStreamWaitValue32_v2
+        self._wait_value.argtypes = [ctypes.c_void_p, ctypes.c_uint64, *[ctypes.c_uint32] * 2]
+        self._word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self.is_open = False
+
+    def hold(self) -> None:
+        stream = torch.cuda.current_stream()
+        stream.query()  # makes the device's context the thread's current one
+        status = self._wait_value(stream.cuda_stream, self._word.data_ptr(), 1, _IS_EQUAL)
+        assert status == 0, f"the driver cannot wait for a word of memory: error {status}"
+
+    def open(self) -> None:
+        self.is_open = True
+        self._word.fill_(1)
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ from kvlease.protocols.ports import Completion, CopyOrder, Stream
 from kvlease.runtime.transfer import Transfer
 from kvlease.runtime.transfer_plan import TransferObserver, TransferPlan
 from kvlease.units import LayerId, TransferId
-from tests.runtime.cuda.devices import Device
+from tests.runtime.cuda.devices import Barrier, Device
 from tests.runtime.rig import Held
 
 NUM_LAYERS = 20
@@ -119,7 +119,10 @@ class Reader:
 
 @final
 class DeviceCopier:
-    """Gives copies to a device, late by up to ``delay_s``, and refuses some."""
+    """Gives copies to a device, late by up to ``delay_s``, and refuses some.
+
+    From now on all copies stand behind ``barrier``, if there is one.
+    """
 
     def __init__(
         self, device: Device, delay_s: float = 0.0, refused: tuple[int, str] | None = None
@@ -128,8 +131,11 @@ class DeviceCopier:
         self._delay_s = delay_s
         self._refused = refused
         self._rng = random.Random(1)
+        self.barrier: Barrier | None = None
 
     def copy(self, order: CopyOrder) -> int:
+        if self.barrier is not None:
+            self.barrier.hold()
         if self._delay_s:
             self._device.delay(self._rng.uniform(0, self._delay_s))
         if (order.layer, order.component) == self._refused:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from functools import cache, partial
+from typing import final
 
 import pytest
 import torch
@@ -14,18 +18,23 @@ from kvlease.kernels.models.deepseek_v4 import DeepseekV4, ModelOptions
 from kvlease.kernels.models.embedded import RandomTensors
 from kvlease.kernels.models.weights import build_weights
 from kvlease.protocols.config import EngineConfig, SamplingParams
-from kvlease.protocols.ports import CopyOrder
+from kvlease.protocols.ports import Completion, CopyOrder, Stream
 from kvlease.runtime.assembly import EnginePorts
 from kvlease.runtime.counters import Statistics
+from kvlease.runtime.cuda_streams import open_cuda_streams
 from kvlease.runtime.engine import Engine, open_engine
 from kvlease.runtime.request import GenerateResult
-from tests.runtime.cuda.devices import CYCLES_PER_S
+from kvlease.runtime.stream_scope import WaitObserver
+from kvlease.runtime.streams import EngineStreams
+from tests.runtime.cuda.devices import CYCLES_PER_S, Barrier, CudaDevice
 from tests.runtime.test_audit import bytes_of, flip_one_bit, matched
 from tests.runtime.toy import PAGE, TOY, FaultyCopier, answer, prompt_of, same, toy_config
 
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 gpu_config = partial(toy_config, device="cuda", device_pages=48, host_pages=400)
 Case = tuple[list[int], GenerateResult]
+HELD_S = 20e-3
+"""How long the first reader of a load is held at least, less what the device still had to do."""
 
 
 @pytest.fixture
@@ -70,11 +79,16 @@ async def serve(engine: Engine, sessions: int, turns: int) -> list[Case]:
     return cases
 
 
-def jitter(longest_s: float) -> FaultyCopier:
-    """Return a copier whose copies come late on the device, long after they were recorded."""
+def jitter(longest_s: float, barrier: Barrier | None = None) -> FaultyCopier:
+    """Return a copier whose copies come late on the device, long after they were recorded.
+
+    Loads come behind the barrier, too.
+    """
     rng = random.Random(0)
 
-    def delay(_order: CopyOrder) -> int | None:
+    def delay(order: CopyOrder) -> int | None:
+        if barrier is not None and order.kind == "load":
+            barrier.hold()
         torch.cuda._sleep(int(CYCLES_PER_S * longest_s * rng.random()))  # type: ignore[no-untyped-call]
         return None
 
@@ -85,17 +99,58 @@ def assert_ledger(statistics: Statistics) -> None:
     assert statistics.ledger_ok, statistics.ledger_error
 
 
+@final
+class Releasing:
+    """A compute stream that opens a barrier a while after it began to stand behind it."""
+
+    def __init__(self, stream: Stream, barrier: Barrier) -> None:
+        self._stream = stream
+        self._barrier = barrier
+
+    def launch(self, work: Callable[[], None]) -> None:
+        self._stream.launch(work)
+
+    def wait(self, completion: Completion) -> None:
+        self._stream.wait(completion)
+        self._stream.launch(self._release)
+
+    def _release(self) -> None:
+        """Run by the worker right behind the wait, which holds the device and not the worker."""
+        if not self._barrier.is_open:
+            time.sleep(HELD_S)
+            self._barrier.open()
+
+    def record(self) -> Completion:
+        return self._stream.record()
+
+    def scope(self) -> Stream:
+        return Releasing(self._stream.scope(), self._barrier)
+
+
+@asynccontextmanager
+async def releasing(barrier: Barrier, observer: WaitObserver) -> AsyncGenerator[EngineStreams]:
+    async with open_cuda_streams(observer) as streams:
+        yield EngineStreams(Releasing(streams.compute, barrier), streams.load, streams.store)
+
+
 @pytest.mark.gpu
 async def test_sessions_with_restores_and_late_copies(model: DeepseekV4) -> None:
-    ports = EnginePorts(copier=jitter(5e-3))
-    async with open_engine(model, gpu_config(), ports=ports) as engine:
-        cases = await serve(engine, 10, 3)
-        statistics = engine.statistics()
+    device = CudaDevice()
+    barrier = device.barrier()
+    ports = EnginePorts(copier=jitter(5e-3, barrier), streams=partial(releasing, barrier))
+    try:
+        async with open_engine(model, gpu_config(), ports=ports) as engine:
+            cases = await serve(engine, 10, 3)
+            statistics, stalls = engine.statistics(), engine.stalls()
+    finally:
+        device.close()
     counters = statistics.counters
     assert counters.loads > 0
     assert counters.restored_bytes > 0
     assert counters.failed_transfers == 0
-    assert counters.gate_wait_s > 0, "late copies held nobody"
+    assert counters.gate_wait_s > HELD_S / 2, "late copies held nobody"
+    by_layer = sum(total.seconds for (tier, _), total in stalls.items() if tier == "host")
+    assert by_layer == pytest.approx(counters.gate_wait_s)
     assert_ledger(statistics)
     await assert_cold_runs_agree(model, cases)
 

@@ -1,10 +1,11 @@
-"""The gate on a device: no read before its bytes, whatever is late, and many without the wait."""
+"""The gate on a device: no read before its bytes, whatever is late, and all without the wait."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import final
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from kvlease.runtime.loader import submit
 from kvlease.runtime.transfer import Transfer
 from kvlease.runtime.transfer_plan import TransferPlan
 from kvlease.units import LayerId, LeaseId, TransferId
-from tests.runtime.cuda.devices import Device, open_streams
+from tests.runtime.cuda.devices import Barrier, Device, open_streams
 from tests.runtime.cuda.loads import NUM_LAYERS, PARTS, Bench, DeviceCopier, Unwaiting
 from tests.runtime.loader_rig import Rig
 from tests.runtime.rig import PATIENCE_S, Held, PlainCopier
@@ -43,45 +44,68 @@ async def loading(
             rig.mailbox.close()
 
 
-async def read_loads(device: Device, num_loads: int, *, waits: bool) -> tuple[int, int]:
-    """Load and read again and again; return how many reads there were and how many were early."""
-    bench = Bench(device)
-    bad = torch.zeros((), dtype=torch.int64, device=device.name)
-    reads = 0
-    lag = partial(device.delay, LATE_S / 40)
-    async with loading(device, DeviceCopier(device, LATE_S)) as (rig, compute, _):
-        for number in range(num_loads):
-            transfer, here, there = bench.load()
-            compute.launch(partial(bench.poison, there))
-            await compute.record().wait_done()
-            reader = bench.reader(here, there, bad)
-            submit(rig.mailbox, transfer)
-            readiness = Readiness(NUM_LAYERS, [(LeaseId(number + 1), transfer)])
-            scope = compute.scope()
-            gate: Stream = scope if waits else Unwaiting(scope)
-            for layer in range(NUM_LAYERS):
-                scope.launch(lag)
-                await readiness.settle(LayerId(layer), gate)
-                scope.launch(reader.layer(layer))
-            await scope.record().wait_done()
-            await readiness.verify()
-            await transfer.wait_settled()
-            reads += reader.num_reads
-    return reads, int(bad)
+@final
+class Reads:
+    """Loads that are read layer by layer as they come, and how many of the reads were early."""
+
+    def __init__(self, device: Device, rig: Rig, compute: CudaStream) -> None:
+        self.num_reads = 0
+        self._bench = Bench(device)
+        self._rig, self._compute = rig, compute
+        self._lag = partial(device.delay, LATE_S / 40)
+        self._bad = torch.zeros((), dtype=torch.int64, device=device.name)
+
+    @property
+    def num_early(self) -> int:
+        return int(self._bad)
+
+    async def read(self, *, waits: bool = True, barrier: Barrier | None = None) -> None:
+        """Load and read once; ``barrier`` is opened when all was read."""
+        bench, compute = self._bench, self._compute
+        transfer, here, there = bench.load()
+        compute.launch(partial(bench.poison, there))
+        await compute.record().wait_done()
+        reader = bench.reader(here, there, self._bad)
+        submit(self._rig.mailbox, transfer)
+        readiness = Readiness(NUM_LAYERS, [(LeaseId(1), transfer)])
+        scope = compute.scope()
+        gate: Stream = scope if waits else Unwaiting(scope)
+        for layer in range(NUM_LAYERS):
+            scope.launch(self._lag)
+            await readiness.settle(LayerId(layer), gate)
+            scope.launch(reader.layer(layer))
+        await scope.record().wait_done()
+        if barrier is not None:
+            barrier.open()
+        await readiness.verify()
+        await transfer.wait_settled()
+        self.num_reads += reader.num_reads
 
 
 async def test_no_read_is_early(device: Device) -> None:
     num_loads = 250 if device.name == "cuda" else 6
     with trio.fail_after(60):
-        reads, early = await read_loads(device, num_loads, waits=True)
-    assert reads == num_loads * len(PARTS)
-    assert early == 0
+        async with loading(device, DeviceCopier(device, LATE_S)) as (rig, compute, _):
+            reads = Reads(device, rig, compute)
+            for _ in range(num_loads):
+                await reads.read()
+    assert reads.num_reads == num_loads * len(PARTS)
+    assert reads.num_early == 0
 
 
-async def test_many_reads_are_early_without_the_wait(device: Device) -> None:
+async def test_every_read_is_early_without_the_wait(device: Device) -> None:
+    """No copy is made before all reads are over, so that none of them can be in time by chance."""
+    copier = DeviceCopier(device)
     with trio.fail_after(60):
-        reads, early = await read_loads(device, 6, waits=False)
-    assert early > reads // 10, f"{early} of {reads} reads were early"
+        async with loading(device, copier) as (rig, compute, _):
+            reads = Reads(device, rig, compute)
+            await reads.read()
+            assert reads.num_early == 0
+            for _ in range(6):
+                copier.barrier = device.barrier()
+                await reads.read(waits=False, barrier=copier.barrier)
+    assert reads.num_reads == 7 * len(PARTS)
+    assert reads.num_early == 6 * len(PARTS)
 
 
 async def test_layers_are_recorded_long_before_they_are_done(device: Device) -> None:
