@@ -3,8 +3,9 @@
 """How soon the host sees that a GPU is done, and what looking costs: several ways, and the waiter.
 
 Run from the checkout on a machine with a CUDA device: ``python benchmarks/waiter.py``. A sleeping
-kernel stands for a step's work; an event with a time behind it says when it really ended, on the
-host's clock after a calibration of both. The thread that waits is timed by its own clock.
+kernel stands for a step's work; an event with a time behind it says when it really ended. The
+device's clock is set by the host's before and after each row. The thread that waits is timed by its
+own.
 """
 
 import ctypes
@@ -30,10 +31,12 @@ from kvlease.runtime.cuda_spin import fine_timers, spinner  # noqa: E402
 from kvlease.runtime.cuda_waiter import CudaWaiter  # noqa: E402
 
 CYCLES_PER_S = 1.7e9
-SEEN_S = 2.5e-6
-"""How late a spinning loop sees an event: what the device's clock is set by."""
+SEEN_S = 2e-6
+"""How late a spinning loop sees an event at best: what the device's clock is set by."""
+SETTINGS = 20
+"""How often the clocks are compared at a time; only the quickest look counts."""
 WARM = 10
-PLANS = ((0.3e-3, 60), (2e-3, 50), (20e-3, 14))
+PLANS = ((0.3e-3, 60), (2e-3, 80), (20e-3, 20))
 """How long the work takes, and how often each way waits for it."""
 LATE_US = 20.0
 CPU_SHARE = 5.0
@@ -138,16 +141,35 @@ def spin_until(event: torch.cuda.Event) -> float:
     return time.perf_counter()
 
 
-def clock_scale() -> float:
-    """Return host seconds per device second; both ends are seen by the same spinning loop."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    begin = spin_until(start)
-    torch.cuda._sleep(int(CYCLES_PER_S * 0.2))
-    end.record()
-    host_s = spin_until(end) - begin
-    device_s: float = start.elapsed_time(end) / 1e3
-    return host_s / device_s
+@final
+class DeviceClock:
+    """The times of events on the host's clock."""
+
+    def __init__(self) -> None:
+        """Begin the device's time."""
+        self._zero = torch.cuda.Event(enable_timing=True)
+        self._zero.record()
+        self._marks: list[tuple[float, float]] = []
+
+    def device_s(self, event: torch.cuda.Event) -> float:
+        """Return when the device has passed an event, on its own clock."""
+        elapsed: float = self._zero.elapsed_time(event)
+        return elapsed / 1e3
+
+    def set(self) -> None:
+        """Compare the clocks; the stream must be idle, and the interpreter."""
+        event = torch.cuda.Event(enable_timing=True)
+        looks: list[tuple[float, float]] = []
+        for _ in range(SETTINGS):
+            event.record()
+            seen_s, at_s = spin_until(event), self.device_s(event)
+            looks.append((seen_s - SEEN_S - at_s, at_s))
+        self._marks = [*self._marks[-1:], min(looks)]
+
+    def host_s(self, at_s: float) -> float:
+        """Return the host's time for a time of the device between the last two settings."""
+        (before, first), (after, last) = self._marks
+        return at_s + before + (after - before) * (at_s - first) / (last - first)
 
 
 @final
@@ -155,42 +177,62 @@ class Bench:
     """Measures ways, with one clock for host and device."""
 
     def __init__(self, report: Report) -> None:
-        """Calibrate."""
+        """Start the device."""
         self._report = report
         torch.cuda._sleep(1000)
         torch.cuda.synchronize()
-        self._scale = clock_scale()
+        self._clock = DeviceClock()
 
     def measure(
-        self, name: str, way: Way, seconds: tuple[float, ...], count: int, jitter: float = 0.01
+        self,
+        name: str,
+        way: Way,
+        seconds: tuple[float, ...],
+        count: int,
+        jitter: float = 0.01,
+        beside: Callable[[threading.Event], None] | None = None,
     ) -> tuple[float, float]:
         """Wait for work of those lengths in turn; return us late and % of a core."""
+        self._clock.set()
+        stop = threading.Event()
+        thread = threading.Thread(target=beside or threading.Event.wait, args=(stop,), daemon=True)
+        thread.start()
+        turns, spent = self._turns(way, seconds, count, jitter)
+        stop.set()
+        thread.join()
+        way.close()
+        torch.cuda.synchronize()
+        self._clock.set()
+        late = [(seen - self._clock.host_s(end)) * 1e6 for _, end, seen in turns]
+        waited = sum(seen - self._clock.host_s(start) for start, _, seen in turns)
+        share = 100 * spent / waited
+        what = f"{name}, {' and '.join(f'{1e3 * each:g}' for each in seconds)} ms"
+        self._report.row(f"{what}: late", Spread.of(late), "us")
+        self._report.row(f"{what}: of a core", Spread(share, share, share, 1), "%")
+        return statistics.median(late), share
+
+    def _turns(
+        self, way: Way, seconds: tuple[float, ...], count: int, jitter: float
+    ) -> tuple[list[tuple[float, float, float]], float]:
+        """Return begin and end on the device, when the end was seen, and the thread's seconds."""
         rng = random.Random(1)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        late: list[float] = []
-        spent = waited = 0.0
+        turns: list[tuple[float, float, float]] = []
+        spent = 0.0
         for number in range(count + WARM):
-            torch.cuda.current_stream().synchronize()
-            start.record()
-            began = spin_until(start) - SEEN_S
             before = way.spent()
+            start.record()
             length = seconds[number % len(seconds)] * rng.uniform(1 - jitter, 1 + jitter)
             torch.cuda._sleep(int(CYCLES_PER_S * length))
             end.record()
             way.mark()
             seen = way.seen()
             time.sleep(300e-6)
+            torch.cuda.current_stream().synchronize()
             if number >= WARM:
-                took = start.elapsed_time(end) / 1e3 * self._scale
-                late.append((seen - began - took) * 1e6)
+                turns.append((self._clock.device_s(start), self._clock.device_s(end), seen))
                 spent += way.spent() - before
-                waited += seen - began
-        way.close()
-        share = 100 * spent / waited
-        what = f"{name}, {' and '.join(f'{1e3 * each:g}' for each in seconds)} ms"
-        self._report.row(f"{what}: late", Spread.of(late), "us")
-        self._report.row(f"{what}: of a core", Spread(share, share, share, 1), "%")
-        return statistics.median(late), share
+        return turns, spent
 
 
 def poll(pause_s: float) -> Callable[[torch.cuda.Event], None]:
@@ -242,12 +284,8 @@ def beside(bench: Bench, name: str, work: Callable[[threading.Event], None]) -> 
     usual = sys.getswitchinterval()
     for turn_s in (usual, 5e-4, 1e-4):
         sys.setswitchinterval(turn_s)
-        stop = threading.Event()
-        thread = threading.Thread(target=work, args=(stop,), daemon=True)
-        thread.start()
-        bench.measure(f"beside {name}, turns of {1e3 * turn_s:g} ms", WaiterWay(), (2e-3,), 50)
-        stop.set()
-        thread.join()
+        what = f"beside {name}, turns of {1e3 * turn_s:g} ms"
+        bench.measure(what, WaiterWay(), (2e-3,), 50, beside=work)
     sys.setswitchinterval(usual)
 
 
