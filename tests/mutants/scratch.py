@@ -19,6 +19,10 @@ TREE = ("kvlease", "tests", "examples", "pyproject.toml", ".mypy_cache")
 """What a copy has; mypy's memory of the tree, where there is one, saves it half a minute."""
 
 
+UNDER_WAY = shutil.ignore_patterns("*.pyc.*", "*.db-*")
+"""What other processes of a test run write and take away again while a copy is made."""
+
+
 @dataclass(frozen=True)
 class Ended:
     """A command that has ended, or was ended at its time limit (``status`` is None)."""
@@ -106,7 +110,8 @@ def open_scratch() -> Generator[Scratch]:
         for name in TREE:
             source, target = ROOT / name, Path(folder, name)
             if source.is_dir():
-                shutil.copytree(source, target)  # compiled files too: they save their making
+                # Compiled files too: they save their making.
+                shutil.copytree(source, target, ignore=UNDER_WAY)
             elif source.exists():
                 shutil.copy2(source, target)
         yield Scratch(Path(folder))
