@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
+PIP    := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt $(INSTALL_FLAGS)
 TORCH  := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 SETUPTOOLS := $(shell sed -n 's/^setuptools==/setuptools==/p' constraints.txt)
 
@@ -14,7 +14,7 @@ ARGS ?= --verify --sessions 64
 # What `make test-gpu` runs in; a Python that has a CUDA torch already takes the place of .venv.
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: help run test test-gpu check mutants bench format clean
+.PHONY: help run test test-gpu check check-lint check-mypy check-pyright mutants bench format clean
 .DEFAULT_GOAL := help
 
 help: ## print this list
@@ -25,18 +25,24 @@ run: $(VENV)/.run ## set up, then serve 64 tool-agent sessions and verify every 
 	$(BIN)/kvlease run $(ARGS)
 
 test: $(VENV)/.dev ## set up, then run the test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.dev) ## run what needs a CUDA device, and what it changes (GPU_PYTHON=... brings its own Python)
 	$(GPU_PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "no CUDA device is to be seen from here; make test runs everything that needs none")'
 	$(GPU_PYTHON) -m pytest -p no:cacheprovider tests/kernels tests/oracle tests/pools/test_device_copies.py tests/runtime/cuda
 
-check: $(VENV)/.dev ## set up, then lint, check formatting, types and the import table
+check: check-lint check-mypy check-pyright ## set up, then lint, check formatting, types and the import table
+
+check-lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+
+check-mypy: $(VENV)/.dev
+	$(BIN)/mypy
+
+check-pyright: $(VENV)/.dev
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 mutants: $(VENV)/.dev ## set up, then take guards out one by one: each must be noticed, and seen in a log
 	$(BIN)/python -m tests.mutants --witness

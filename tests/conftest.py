@@ -27,6 +27,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-seconds", type=float, default=2.0, help="how long each fuzzer runs")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the long tests: one that begins last leaves the other cores without work."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture
 def num_sessions(request: pytest.FixtureRequest) -> int:
     """How many concurrent sessions the many-sessions test runs."""
