@@ -33,14 +33,16 @@ def long_shape(shape: Shape) -> Shape:
     return Shape(shape.name, shape.layers, shape.mlps, shape.page_tokens, 0, shape.ratios, changes)
 
 
-def greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:
-    """Return the model's own greedy continuation, one forward a token, without a cache."""
-    tokens = list(prompt)
-    for _ in range(count):
-        with torch.no_grad():
-            logits = model(torch.tensor([tokens]), use_cache=False, logits_to_keep=1).logits
-        tokens.append(int(logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
+def greedy(model: nn.Module, prompt: list[int], answer: list[int]) -> list[int]:
+    """Return what the model itself chooses after the prompt and after each token of an answer.
+
+    It is the answer if and only if that is the model's greedy continuation.
+    """
+    tokens = torch.tensor([[*prompt, *answer[:-1]]])
+    with torch.no_grad():
+        logits = model(tokens, use_cache=False, logits_to_keep=len(answer)).logits
+    chosen: list[int] = logits[0].argmax(-1).tolist()
+    return chosen
 
 
 def generate(folder: Path, prompts: list[list[int]], shape: Shape, dtype: str) -> list[list[int]]:
@@ -99,9 +101,10 @@ def test_greedy_tokens_equal_the_widened_oracle(
     outputs = generate(tmp_path, prompts, shape, "float64")
     known: dict[tuple[int, ...], list[int]] = {}
     for prompt, output in zip(prompts, outputs, strict=True):
+        assert len(output) == NUM_TOKENS
         key = tuple(prompt)
         if key not in known:
-            known[key] = greedy(oracle, prompt, NUM_TOKENS)
+            known[key] = greedy(oracle, prompt, output)
         assert output == known[key], f"{len(prompt)} tokens"
 
 
@@ -120,7 +123,8 @@ def test_greedy_tokens_equal_the_unmodified_oracle(
     assert all(compared[tuple(p)] == output for p, output in zip(prompts, outputs, strict=True))
     excused = 0
     for prompt, output in compared.items():
-        if output != greedy(oracle, list(prompt), NUM_TOKENS):
+        assert len(output) == NUM_TOKENS
+        if output != greedy(oracle, list(prompt), output):
             assert first_near_tie(oracle, list(prompt), config) < len(prompt), f"{len(prompt)}"
             excused += 1
     assert excused <= len(LENGTHS) // 2, f"{excused} of {len(LENGTHS)} answers sit on near ties"
