@@ -107,7 +107,8 @@ class Pace:
         after = 0.0
         for begin, end, gap in windows:
             if elapsed < begin:
-                rare = self._overdue_s(elapsed - after) if after else self._early_s
+                # What is shorter than ever is seen at twice its time at the latest.
+                rare = self._overdue_s(elapsed - after) if after else max(self._early_s, elapsed)
                 # A look just before the window would cost more than it tells.
                 if begin - elapsed >= 2 * rare:
                     return rare
