@@ -7,7 +7,6 @@ learns from each how many bytes it moved. The kinds differ only in which stores 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, pairwise
-from operator import attrgetter
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from attrs import define
 
 from kvlease.pools.carriage import Direction, Move, carry
+from kvlease.pools.joined_orders import all_of
 from kvlease.pools.prefix_node import CacheTier
 from kvlease.pools.records import Records
 from kvlease.pools.storage import (
@@ -25,8 +25,7 @@ from kvlease.pools.storage import (
     on_device,
     tail_components,
 )
-from kvlease.protocols.host_layout import move_ranges
-from kvlease.protocols.ports import CopyOrder, CopyPart
+from kvlease.protocols.ports import CopyOrder, CopyParts
 from kvlease.protocols.schema import Schema, TailComponent
 from kvlease.units import TransferId
 
@@ -74,7 +73,8 @@ def _copy_runs(
 class Numbered(NamedTuple):
     """A part whose target rows are numbered pages or slots, [n] int64, and what moves it."""
 
-    part: CopyPart
+    part: CopyParts
+    nbytes: int
     run: Callable[[], int]
     target: torch.Tensor
     to_ids: torch.Tensor
@@ -119,14 +119,14 @@ def _numbered(
     source, target = ends
     from_ids, to_ids = numbers
     count = from_ids.numel()  # a tensor's len() costs more than the rest of a part
-    for name, unit in source.parts:
+    for part, name, unit in source.parts:
         rows, nbytes = target.memory[name], count * unit
         if move is None or records is None:
             here = source.memory[name]
             run = partial(mover(here, rows), here, from_ids, rows, to_ids)
         else:
             run = partial(carry, move, records.groups_of[name], nbytes)
-        yield Numbered(CopyPart(*name, nbytes), run, rows, to_ids)
+        yield Numbered(part, nbytes, run, rows, to_ids)
 
 
 def span_orders(
@@ -145,7 +145,7 @@ def span_orders(
         parts = span_parts(schema, kind, ends, pages)
         return (_order(transfer, kind, (part,)) for part in parts)
     move = records.carrier.pages(kind, *pages)
-    ranges = move_ranges([group.nbytes for group in records.groups], pages[0].numel())
+    ranges = records.ranges(pages[0].numel())
     return _group_orders(transfer, kind, ends, pages, records, ranges, move)
 
 
@@ -161,10 +161,10 @@ def _group_orders(
     count, places = numbers[0].numel(), partial(_numbers, numbers[1])
     tier = _tier_read(kind)
     for groups in ranges:
-        parts = records.parts(groups, count)
-        run = partial(carry, move, groups[0], sum([part.nbytes for part in parts]))
+        nbytes, sizes = records.nbytes(groups, count), partial(records.sizes, groups, count)
+        run, parts = partial(carry, move, groups[0], nbytes), records.parts(groups)
         target = partial(_grouped_bytes, ends[1].memory, records.names[slice(*groups)], numbers[1])
-        yield CopyOrder(transfer, kind, tier, parts, run, places, target)
+        yield CopyOrder(transfer, kind, tier, parts, nbytes, run, sizes, places, target)
 
 
 def _tier_read(kind: Direction) -> CacheTier:
@@ -200,17 +200,20 @@ def tail_orders(
 
 def store_orders(transfer: TransferId, parts: Iterable[Numbered]) -> tuple[CopyOrder, ...]:
     """Return the one order of a store, or none if there is nothing to move."""
-    ordered = sorted(parts, key=lambda one: one.part.layer)
+    ordered = sorted(parts, key=lambda one: one.part.each[0].layer)
     return (_order(transfer, "store", ordered),) if ordered else ()
 
 
 def _order(transfer: TransferId, kind: Direction, parts: Sequence[Numbered]) -> CopyOrder:
+    moved = parts[0].part if len(parts) == 1 else all_of(tuple([one.part for one in parts]))
     return CopyOrder(
         transfer,
         kind,
         _tier_read(kind),
-        tuple([one.part for one in parts]),
+        moved,
+        sum([one.nbytes for one in parts]),
         partial(_run_all, parts),
+        partial(_sizes, parts),
         partial(_places, parts),
         partial(_target, parts),
     )
@@ -218,6 +221,10 @@ def _order(transfer: TransferId, kind: Direction, parts: Sequence[Numbered]) -> 
 
 def _run_all(parts: Sequence[Numbered]) -> int:
     return sum([one.run() for one in parts])
+
+
+def _sizes(parts: Sequence[Numbered]) -> list[int]:
+    return [one.nbytes for one in parts]
 
 
 def _places(parts: Sequence[Numbered]) -> list[int]:
@@ -334,25 +341,29 @@ def resume_orders(
     tails: tuple[CacheTier, TailStore, int],
     rings: tuple[RingStore, int],
     boundary: int,
+    ranges: Sequence[tuple[int, int]] = (),
 ) -> Iterator[CopyOrder]:
-    """Yield the orders that fill a sequence's rings from a tier's tail at token ``boundary``."""
+    """Yield the orders that fill a sequence's rings from a tier's tail at token ``boundary``.
+
+    One for each component. A carrier moves all at once: then there is one order, or one for each
+    of the ``ranges`` of groups that pages of the same load come in.
+    """
     tier, store, tail_slot = tails
     ring_store, slot = rings
-    records = store.records
-    carrier = None if records is None else records.carrier
-    move = None if carrier is None else carrier.resume(tier, tail_slot, slot, boundary)
     places = partial(list[int], (slot,))
     way = partial(_resumption, store, ring_store, (tail_slot, slot, boundary))
-    if move is None or records is None:
-        for part, nbytes in store.parts:
-            one, parts = way(part), (CopyPart(*part, nbytes),)
-            yield CopyOrder(transfer, kind, tier, parts, one.run, places, one.memory)
+    records = store.records
+    if records is None or records.carrier is None:
+        for parts, part, nbytes in store.parts:
+            one, sizes = way(part), partial(list[int], (nbytes,))
+            yield CopyOrder(transfer, kind, tier, parts, nbytes, one.run, sizes, places, one.memory)
         return
-    for group in range(len(records.groups)):
-        parts = records.parts((group, group + 1), 1)
-        run = partial(carry, move, group, sum([part.nbytes for part in parts]))
-        target = partial(_resumed_bytes, way, records.names[group])
-        yield CopyOrder(transfer, kind, tier, parts, run, places, target)
+    move = records.carrier.resume(tier, tail_slot, slot, boundary)
+    for groups in ranges or [(0, len(records.groups))]:
+        nbytes, sizes = records.nbytes(groups, 1), partial(records.sizes, groups, 1)
+        run, parts = partial(carry, move, groups[0], nbytes), records.parts(groups)
+        target = partial(_resumed_bytes, way, records.names[slice(*groups)])
+        yield CopyOrder(transfer, kind, tier, parts, nbytes, run, sizes, places, target)
 
 
 def _resumption(
@@ -361,40 +372,7 @@ def _resumption(
     return _Resumption(store.memory[part], rings.ring(*part), *numbers)
 
 
-def _resumed_bytes(way: Callable[[Part], _Resumption], names: Sequence[Part]) -> list[memoryview]:
-    return [piece for name in names for piece in way(name).memory()]
-
-
-def in_layer_order(orders: Iterable[CopyOrder]) -> tuple[CopyOrder, ...]:
-    """Return the orders sorted by layer, keeping the order of components within a layer.
-
-    Groups of layers that overlap, of pages and of a tail, become one order: a layer is there when
-    all of it is.
-    """
-    joined: list[CopyOrder] = []
-    for order in sorted(orders, key=_layer_of):
-        last = joined[-1] if joined else None
-        if last is None or order.layer > last.last_layer or _are_of_one_layer(last, order):
-            joined.append(order)
-        else:
-            joined[-1] = _both(last, order)
-    return tuple(joined)
-
-
-_layer_of = attrgetter("layer")
-
-
-def _are_of_one_layer(one: CopyOrder, other: CopyOrder) -> bool:
-    return one.layer == one.last_layer == other.layer == other.last_layer
-
-
-def _both(one: CopyOrder, other: CopyOrder) -> CopyOrder:
-    return CopyOrder(
-        one.transfer,
-        one.kind,
-        "host" if "host" in (one.source, other.source) else "device",
-        tuple(sorted((*one.parts, *other.parts), key=_layer_of)),
-        lambda: one.run() + other.run(),
-        lambda: [*one.places(), *other.places()],
-        lambda: [*one.target(), *other.target()],
-    )
+def _resumed_bytes(
+    way: Callable[[Part], _Resumption], groups: Iterable[Sequence[Part]]
+) -> list[memoryview]:
+    return [piece for name in chain.from_iterable(groups) for piece in way(name).memory()]

@@ -16,6 +16,7 @@ from kvlease.errors import ConfigError
 from kvlease.pools.pinned import pinned_bytes
 from kvlease.pools.records import Records
 from kvlease.protocols.host_layout import LayerGroup, page_groups, tail_groups
+from kvlease.protocols.ports import CopyPart, CopyParts
 from kvlease.protocols.schema import RowFormat, Schema, SpanComponent, TailComponent
 from kvlease.units import LayerId
 
@@ -108,10 +109,14 @@ class SpanStore:
             self.records = _records(page_groups(schema), num_pages, device, pinned)
         self.memory: dict[Part, torch.Tensor] = {}
         self.parts = tuple(
-            ((layer, span.name), schema.rows_per_page(span) * span.format.nbytes)
+            (
+                CopyParts((CopyPart(layer, span.name),)),
+                (layer, span.name),
+                schema.rows_per_page(span) * span.format.nbytes,
+            )
             for layer, span in span_components(schema)
         )
-        """Every component, in layer order, with its bytes of one page."""
+        """Every component, in layer order, as a part and by name, with its bytes of one page."""
         self._planes: dict[tuple[LayerId, str], tuple[int, ...]] = {}
         for layer in schema.layers:
             for span in layer.spans:
@@ -191,11 +196,11 @@ class TailStore:
             self.records = _records(tail_groups(schema), num_tails, device, pinned)
         self.memory: dict[Part, torch.Tensor] = {}
         self.parts = tuple(
-            ((layer, tail.name), tail.kept_nbytes)
+            (CopyParts((CopyPart(layer, tail.name),)), (layer, tail.name), tail.kept_nbytes)
             for layer, tail in tail_components(schema)
             if tail.kept_rows
         )
-        """Every component that is kept, in layer order, with its bytes of one tail."""
+        """Every component that is kept, as in `SpanStore`, with its bytes of one tail."""
         for layer_id, tail in tail_components(schema):
             if tail.kept_rows:
                 dtype, _ = row_shape(tail.format)

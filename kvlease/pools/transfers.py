@@ -16,7 +16,6 @@ from kvlease.errors import InternalError, PagesUnavailable
 from kvlease.pools.audit import tail_place
 from kvlease.pools.copies import (
     Numbered,
-    in_layer_order,
     index_tensor,
     resume_orders,
     span_orders,
@@ -26,6 +25,7 @@ from kvlease.pools.copies import (
     tail_parts,
 )
 from kvlease.pools.held import Held, PlannedTransfer
+from kvlease.pools.joined_orders import in_layer_order, odd_parts
 from kvlease.pools.memory import Memory
 from kvlease.pools.page_book import Blocker
 from kvlease.pools.prefix_index import PrefixIndex
@@ -103,7 +103,9 @@ class Transfers:
         kept = (tier, memory.tails if tier == "device" else memory.host_tails, tail_slot)
         boundary = match.num_pages * memory.schema.page_tokens
         rings = (memory.rings, slot)
-        return resume_orders(memory.schema, planned.id, "load", kept, rings, boundary)
+        records = memory.host_spans.records
+        ranges = records.ranges(match.host_pages) if records and match.host_pages else ()
+        return resume_orders(memory.schema, planned.id, "load", kept, rings, boundary, ranges)
 
     def plan_prefetch(self, match: Match) -> PlannedTransfer | None:
         """Plan what a matched prefix needs to be whole on the device, for nobody in particular.
@@ -303,15 +305,12 @@ class Transfers:
 
     def _check_whole(self, planned: PlannedTransfer) -> None:
         """Refuse a plan that leaves out a component of what it moves, or adds one (R5)."""
-        moved = frozenset(
-            (part.layer, part.component) for order in planned.copies for part in order.parts
-        )
         whole = self._parts[bool(planned.source), bool(planned.tails)]
-        if moved != whole:
-            odd = sorted(moved ^ whole)
+        odd = odd_parts(tuple([order.parts for order in planned.copies]), whole)
+        if odd:
             raise InternalError(
-                f"{planned.name} does not move whole bundles: (layer, component) {odd} are missing"
-                " or too many"
+                f"{planned.name} does not move whole bundles: (layer, component) {list(odd)} are"
+                " missing or too many"
             )
 
     def _say_held(self, planned: PlannedTransfer) -> None:

@@ -27,7 +27,9 @@ FIRST_GROUP_NBYTES = 32 << 10
 GROUP_NBYTES = 128 << 10
 """A group ends with the layer that brings it to this size; the first ones end earlier."""
 MOVE_NBYTES = 4 << 20
-"""Groups are moved together up to this size: it takes as long as a move costs the host."""
+"""The least that groups are moved together for: it takes as long as a move costs the host."""
+LARGEST_MOVE_NBYTES = 64 << 20
+"""Groups are moved together up to this size: more copies in less of the host's time."""
 
 _Named = tuple[LayerId, str, int]
 """A layer, one of its components, and that component's bytes."""
@@ -87,15 +89,17 @@ def tail_groups(schema: Schema) -> tuple[LayerGroup, ...]:
 def move_ranges(nbytes: Sequence[int], count: int) -> list[tuple[int, int]]:
     """Return which groups are moved together, as first and one past the last, for ``count`` pages.
 
-    ``nbytes`` is of each group.
+    ``nbytes`` is of each group. The first move is as small as pays, because a reader waits for it;
+    each later one is up to twice as large as the one before, because what is computed meanwhile
+    hides it. Of one record no move takes much more than `MOVE_NBYTES`.
     """
     ranges: list[tuple[int, int]] = []
-    first, size = 0, 0
+    first, size, enough = 0, 0, MOVE_NBYTES
     for number, each in enumerate(nbytes):
-        size += each * count
-        if size >= MOVE_NBYTES or number == len(nbytes) - 1:
+        size += each
+        if size * count >= enough or size >= MOVE_NBYTES or number == len(nbytes) - 1:
             ranges.append((first, number + 1))
-            first, size = number + 1, 0
+            first, size, enough = number + 1, 0, min(2 * enough, LARGEST_MOVE_NBYTES)
     return ranges
 
 

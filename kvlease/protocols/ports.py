@@ -4,13 +4,16 @@ Each port has a CPU implementation in ``runtime`` (a worker thread), a CUDA one 
 methods, and simulated ones in tests; faults are injected by wrapping a port, never in product code.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, Protocol
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, final
 
 import msgspec
 from attrs import frozen
 
+from kvlease.errors import UsageError
 from kvlease.protocols.schema import Schema
 from kvlease.units import RequestId, StepId, TransferId
 
@@ -199,64 +202,100 @@ class ModelRunner(Protocol):
         ...
 
 
-class CopyPart(msgspec.Struct, frozen=True, gc=False):
-    """What an order moves of one component of one layer."""
+class CopyPart(NamedTuple):
+    """What an order moves something of: one component of one layer."""
 
     layer: int
     component: str
-    nbytes: int
+
+
+@final
+@frozen(eq=False)
+class CopyParts:
+    """The parts of an order, in layer order, at least one, and what follows from them.
+
+    Shared by all orders that move the same: planning a load would be mostly these.
+
+    Raises UsageError when they are out of order.
+    """
+
+    each: tuple[CopyPart, ...]
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse parts out of order."""
+        for one, other in pairwise(self.each):
+            if other.layer < one.layer:
+                raise UsageError(f"layer {other.layer} is out of order: it follows {one.layer}")
+
+    def __iter__(self) -> Iterator[CopyPart]:
+        """Iterate over the parts."""
+        return iter(self.each)
+
+    def __len__(self) -> int:
+        """Count the parts."""
+        return len(self.each)
+
+    @cached_property
+    def layers(self) -> frozenset[int]:
+        """The layers of all parts."""
+        return frozenset(part.layer for part in self.each)
+
+    @cached_property
+    def name(self) -> str:
+        """What to call them in errors."""
+        first, last = self.each[0], self.each[-1]
+        if len(self.each) == 1:
+            return f"layer {first.layer} {first.component}"
+        return f"layers {first.layer} to {last.layer}"
 
 
 class CopyOrder(msgspec.Struct, frozen=True):
     """Some of one transfer, ready to be copied in one piece.
 
-    ``parts`` are in layer order, at least one. A load has an order for each of its parts, because
-    its readers wait for layers one by one. Nobody reads a store before its end, so it is one order.
+    A load has an order for each of its parts, or for each group of layers that move together,
+    because its readers wait for layers one by one. Nobody reads a store before its end, so it is
+    one order.
 
-    ``run`` moves the bytes and returns how many; it is called once, on the worker of the stream
-    that carries the transfer. A device's are only enqueued by then. Both ends stay leased until
-    they have been moved (R7).
+    ``run`` moves the bytes and returns how many, which have to be ``nbytes``; it is called once, on
+    the worker of the stream that carries the transfer. A device's are only enqueued by then. Both
+    ends stay leased until they have been moved (R7).
 
     ``source`` is the tier that it reads: some of a load's copies stay within the device. The last
-    two tell what it writes: ``places`` lists the pages, or the slots of sequence state, that it
-    fills. ``target`` borrows their memory, in any number of pieces: it is for whoever damages or
-    checks copies on the CPU, and the same lease covers it.
+    three tell more of what it writes: ``sizes`` are the bytes of each part; ``places`` lists the
+    pages, or the slots of sequence state, that it fills. ``target`` borrows their memory, in any
+    number of pieces: it is for whoever damages or checks copies on the CPU, and the same lease
+    covers it.
     """
 
     transfer: TransferId
     kind: str
     source: Literal["device", "host"]
-    parts: tuple[CopyPart, ...]
+    parts: CopyParts
+    nbytes: int
     run: Callable[[], int]
+    sizes: Callable[[], Sequence[int]]
     places: Callable[[], Sequence[int]]
     target: Callable[[], Sequence[memoryview]]
 
     @property
     def layer(self) -> int:
         """The layer of its first part."""
-        return self.parts[0].layer
+        return self.parts.each[0].layer
 
     @property
     def last_layer(self) -> int:
         """The layer of its last part."""
-        return self.parts[-1].layer
+        return self.parts.each[-1].layer
 
     @property
     def component(self) -> str:
         """The component of its first part."""
-        return self.parts[0].component
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all its parts."""
-        return sum([part.nbytes for part in self.parts])
+        return self.parts.each[0].component
 
     @property
     def name(self) -> str:
         """What to call it beside its transfer, in errors."""
-        if len(self.parts) == 1:
-            return f"layer {self.layer} {self.component}"
-        return f"layers {self.layer} to {self.last_layer}"
+        return self.parts.name
 
 
 class Copier(Protocol):

@@ -75,6 +75,11 @@ class EngineCore:
         self.transfer_observer: TransferObserver | None = None
         self.loader: Mailbox[Transfer] | None = None
         self._last_step = 0
+        self._empty_layers = {
+            (spans, tails): _empty_layers(pool.schema, spans=spans, tails=tails)
+            for spans in (False, True)
+            for tails in (False, True)
+        }
         self._roots: dict[bytes, bytes] = {}
         self.quotas: dict[bytes, Quota] = {}
         """By salt: what tenants may keep cached."""
@@ -127,7 +132,7 @@ class EngineCore:
             deadline_s=self.config.load_timeout_s,
             owner="loader",
             holds=(_Ends(self.pool, planned),),
-            empty_layers=_empty_layers(self.schema, planned),
+            empty_layers=self._empty_layers[bool(planned.source), bool(planned.tails)],
         )
         self.planned[planned.id] = planned  # before it is made: its making is told to the log
         transfer = Transfer(plan, clock=self.clock, observer=self.transfer_observer)
@@ -149,11 +154,8 @@ class _Ends:
         self._pool.transfers.settled(self._planned)
 
 
-def _empty_layers(schema: Schema, planned: PlannedTransfer) -> frozenset[int]:
-    """Layers without bytes of this transfer by the schema, not by what happens to be planned."""
-    return frozenset(
-        layer.id
-        for layer in schema.layers
-        if not (planned.source and layer.spans)
-        and not (planned.tails and any(tail.kept_rows for tail in layer.tails))
+def _empty_layers(schema: Schema, *, spans: bool, tails: bool) -> frozenset[int]:
+    """Layers without bytes of a transfer by the schema, not by what happens to be planned."""
+    return frozenset(layer.id for layer in schema.layers).difference(
+        layer for layer, _ in schema.parts(spans=spans, tails=tails)
     )

@@ -140,8 +140,8 @@ class Transfer(CompletionBase):
 
     def _start(self) -> None:
         plan = self.plan
-        moved = {part.layer for order in plan.copies for part in order.parts} | plan.empty_layers
-        unplanned = [layer for layer in range(plan.num_layers) if layer not in moved]
+        moved = plan.empty_layers.union(*[order.parts.layers for order in plan.copies])
+        unplanned = sorted(moved.symmetric_difference(range(plan.num_layers)))
         if unplanned or not self._parts:
             where = f"layers {unplanned}" if unplanned else "any layer"
             self.fail(f"{self.name} plans no bytes for {where}, so it cannot make any true")

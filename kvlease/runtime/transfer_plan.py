@@ -56,22 +56,18 @@ class TransferPlan:
         """Refuse plans that contradict themselves."""
         first = 0
         for order in self.copies:
-            last = first = self._checked(order.layer, first)
-            for part in order.parts:
-                last = self._checked(part.layer, last)
-                if last in self.empty_layers:
-                    raise UsageError(
-                        f"{self.name}: layer {last} is called empty by construction, but"
-                        f" {part.component} is to be copied there"
-                    )
-
-    def _checked(self, layer: int, after: int) -> int:
-        if after <= layer < self.num_layers:
-            return layer
-        raise UsageError(
-            f"{self.name}: layer {layer} is out of order or not below {self.num_layers}; list the"
-            " copies by layer"
-        )
+            if not first <= order.layer <= order.last_layer < self.num_layers:
+                raise UsageError(
+                    f"{self.name}: {order.name} is out of order or not below {self.num_layers};"
+                    " list the copies by layer"
+                )
+            first = order.layer
+            if not self.empty_layers.isdisjoint(order.parts.layers):
+                layer = min(self.empty_layers & order.parts.layers)
+                raise UsageError(
+                    f"{self.name}: layer {layer} is called empty by construction, but something"
+                    f" is to be copied there ({order.name})"
+                )
 
     @property
     def name(self) -> str:

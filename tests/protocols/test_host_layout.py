@@ -8,6 +8,7 @@ from kvlease.protocols.geometries import V4Geometry, deepseek_v4_schema
 from kvlease.protocols.host_layout import (
     FIRST_GROUP_NBYTES,
     GROUP_NBYTES,
+    LARGEST_MOVE_NBYTES,
     MOVE_NBYTES,
     PIECE_ALIGNMENT,
     LayerGroup,
@@ -91,16 +92,25 @@ def test_a_layers_tail_comes_no_later_than_its_pages(schema: Schema) -> None:
         assert all(number_of.get(piece.layer, number) == number for piece in group.pieces)
 
 
-@pytest.mark.parametrize("count", [1, 4, 8, 40, 1000])
-def test_small_moves_go_together_and_large_ones_apart(count: int) -> None:
+@pytest.mark.parametrize(("count", "moves"), [(1, 1), (8, 2), (40, 4), (128, 5), (1000, 8)])
+def test_small_moves_go_together_and_large_ones_apart(count: int, moves: int) -> None:
+    """Each move but the last is enough by its last group, and enough doubles up to a limit."""
     nbytes = [group.nbytes for group in page_groups(schemas()[0])]
     ranges = move_ranges(nbytes, count)
     assert [number for pair in ranges for number in range(*pair)] == [*range(len(nbytes))]
+    assert len(ranges) == moves
+    enough = MOVE_NBYTES
     for first, last in ranges[:-1]:
-        assert sum(nbytes[first:last]) * count >= MOVE_NBYTES
-        assert sum(nbytes[first : last - 1]) * count < MOVE_NBYTES
-    if count in (1, 1000):
-        assert len(ranges) == (1 if count == 1 else len(nbytes))
+        assert sum(nbytes[first:last]) * count >= enough
+        assert sum(nbytes[first : last - 1]) * count < enough
+        enough = min(2 * enough, LARGEST_MOVE_NBYTES)
+
+
+def test_a_move_takes_no_more_of_one_record_than_a_staging_slot_holds() -> None:
+    nbytes = [3 << 20] * 20
+    ranges = move_ranges(nbytes, 1)
+    assert [number for pair in ranges for number in range(*pair)] == [*range(20)]
+    assert all(sum(nbytes[first : last - 1]) < MOVE_NBYTES for first, last in ranges)
 
 
 def test_nothing_moves_in_no_range() -> None:

@@ -2,10 +2,11 @@
 
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import trio
 
-from kvlease.protocols.ports import CopyOrder, CopyPart
+from kvlease.protocols.ports import CopyOrder, CopyPart, CopyParts
 from kvlease.runtime.transfer import Transfer
 from kvlease.runtime.transfer_plan import Kind, TransferObserver, TransferPlan
 from kvlease.units import TransferId
@@ -18,8 +19,9 @@ def order(
     layer: int, component: str, nbytes: int = 8, run: Callable[[], int] | None = None
 ) -> CopyOrder:
     move = run or (lambda: nbytes)
-    parts = (CopyPart(layer, component, nbytes),)
-    return CopyOrder(TransferId(1), "load", "host", parts, move, list[int], list)
+    parts = CopyParts((CopyPart(layer, component),))
+    sizes = partial(list[int], (nbytes,))
+    return CopyOrder(TransferId(1), "load", "host", parts, nbytes, move, sizes, list[int], list)
 
 
 def plan(

@@ -3,7 +3,7 @@
 import pytest
 
 from kvlease.errors import UsageError
-from kvlease.protocols.ports import CompletionState, CopyOrder, CopyPart
+from kvlease.protocols.ports import CompletionState, CopyOrder, CopyPart, CopyParts
 from kvlease.runtime.transfer import Transfer
 from kvlease.units import LayerId, TransferId
 from tests.runtime.rig import PlainCopier, Witness, order, plan
@@ -15,9 +15,20 @@ DONE, FAILED = CompletionState.DONE, CompletionState.FAILED
 
 def joined(*layers: int, moved: int | None = None) -> CopyOrder:
     """An order of 8 bytes of ``latent`` in each of these layers."""
-    parts = tuple(CopyPart(layer, "latent", 8) for layer in layers)
-    nbytes = 8 * len(parts) if moved is None else moved
-    return CopyOrder(TransferId(1), "load", "host", parts, lambda: nbytes, list[int], list)
+    parts = CopyParts(tuple(CopyPart(layer, "latent") for layer in layers))
+    sizes = [8] * len(parts)
+    move = sum(sizes) if moved is None else moved
+    return CopyOrder(
+        TransferId(1),
+        "load",
+        "host",
+        parts,
+        sum(sizes),
+        lambda: move,
+        lambda: sizes,
+        list[int],
+        list,
+    )
 
 
 def test_a_store_is_ready_as_a_whole() -> None:

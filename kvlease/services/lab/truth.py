@@ -132,8 +132,8 @@ class Truth:
         self.num_landed += 1
         if self._sink is not None and self._sink.audit:
             left = nbytes
-            for part in order.parts:
-                moved = min(left, part.nbytes)
+            for part, size in zip(order.parts, order.sizes(), strict=True):
+                moved = min(left, size)
                 left -= moved
                 self._sink.emit(
                     TransferLanded(

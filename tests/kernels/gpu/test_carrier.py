@@ -9,13 +9,13 @@ from torch import Tensor
 
 from kvlease.kernels.gpu import carrier
 from kvlease.pools.copies import (
-    in_layer_order,
     index_tensor,
     keep_tails,
     resume_orders,
     span_orders,
     tail_orders,
 )
+from kvlease.pools.joined_orders import in_layer_order
 from kvlease.pools.memory import Memory, PoolSizes
 from kvlease.pools.prefix_node import CacheTier
 from kvlease.pools.storage import RingStore, SpanStore, TailStore, span_components, tail_components
@@ -186,7 +186,9 @@ def test_a_load_of_pages_and_a_tail_has_one_order_for_each_group(
     stores, rest = (memory.host_spans, memory.spans), ((memory.rings, 1), 32)
     pages = list(span_orders(schema, ID, "load", stores, way))
     if where == "rings":
-        tail = list(resume_orders(schema, ID, "load", ("device", memory.tails, 2), *rest))
+        assert memory.host_spans.records is not None
+        ranges = memory.host_spans.records.ranges(2)
+        tail = list(resume_orders(schema, ID, "load", ("device", memory.tails, 2), *rest, ranges))
     else:
         tails = (memory.host_tails, memory.tails), (index_tensor([1]), index_tensor([0]))
         tail = list(tail_orders(schema, ID, "load", *tails))

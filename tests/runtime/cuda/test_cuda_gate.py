@@ -12,7 +12,7 @@ import torch
 import trio
 
 from kvlease.errors import TransferFailed
-from kvlease.protocols.ports import CompletionState, Copier, CopyOrder, CopyPart, Stream
+from kvlease.protocols.ports import CompletionState, Copier, CopyOrder, CopyPart, CopyParts, Stream
 from kvlease.protocols.readiness import Readiness
 from kvlease.runtime.cuda_stream import CudaStream
 from kvlease.runtime.loader import submit
@@ -225,9 +225,9 @@ async def test_layers_that_share_copies_are_recorded_behind_the_last_of_them(
         return 8
 
     def order(layers: tuple[int, ...], place: int, seconds: float) -> CopyOrder:
-        parts = tuple(CopyPart(layer, "latent", 8 // len(layers)) for layer in layers)
-        run = partial(move, place, seconds)
-        return CopyOrder(number, "load", "host", parts, run, list[int], list)
+        parts = CopyParts(tuple(CopyPart(layer, "latent") for layer in layers))
+        run, sizes = partial(move, place, seconds), [8 // len(layers)] * len(layers)
+        return CopyOrder(number, "load", "host", parts, 8, run, lambda: sizes, list[int], list)
 
     orders = order((0, 2), 0, 0.0), order((1,), 1, 0.2)
     plan = TransferPlan(number, "load", orders, 3, 10.0, "test")
