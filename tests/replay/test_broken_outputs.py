@@ -84,7 +84,11 @@ def test_a_full_disk_leaves_the_older_result(flag: str, log: Path) -> None:
         capture_output=True,
         text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500)),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "PYTHONDONTWRITEBYTECODE": "1",  # Python would keep the 500 bytes that it got written
+        },
         check=False,
         timeout=60,
     )
