@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import trio
 
+from kvlease.protocols.config import EngineConfig
+from kvlease.runtime.streams import open_cpu_streams
+from kvlease.services.bench import planning
 from kvlease.services.bench.ceilings import Ceilings
 from kvlease.services.bench.figure import Figure, PeerFigure, Spread, table_lines
 from kvlease.services.bench.peers import deep_gemm, flash_mla
@@ -60,6 +64,15 @@ def test_without_a_device_every_group_is_skipped_with_a_word(
     assert [json.loads(line) for line in lines.read_text().splitlines()] == [skipped]
     assert json.loads(whole.read_text())["skipped"] == [skipped]
     assert "copy: there is no CUDA device here" in capsys.readouterr().err
+
+
+def test_loads_are_planned_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a device too: every round finds the pages on the host again, and loads them."""
+    monkeypatch.setattr(planning, "NUM_PAGES", 2)
+    config = EngineConfig(dtype="bfloat16", device_pages=10, host_pages=2, max_sessions=2)
+    costs = trio.run(planning.cost_of_loads, config, open_cpu_streams, 3)
+    assert len(costs) == 3
+    assert all(cost.caller > 0 and cost.worker > 0 for cost in costs)
 
 
 def test_an_unknown_group_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,10 +27,10 @@ Measure = Callable[[Ceilings], Iterator[Figure | Skipped]]
 
 def _groups() -> dict[Group, tuple[Measure, ...]]:
     """Return what measures each group; loads Triton, which only comes with a CUDA device."""
-    from kvlease.services.bench import attention, copies, gate, indexer, overlap, serving
+    from kvlease.services.bench import attention, copies, gate, indexer, overlap, planning, serving
 
     return {
-        "copy": (copies.measure,),
+        "copy": (copies.measure, planning.measure),
         "gate": (gate.measure,),
         "kernels": (attention.measure, indexer.measure),
         "overlap": (overlap.measure,),
