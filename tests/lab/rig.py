@@ -52,7 +52,7 @@ class Lab:
     seconds: float = 0.0
 
     def run(
-        self, body: Callable[[Engine], Awaitable[None]], model: DeepseekV4 | None = None
+        self, body: Callable[[Engine], Awaitable[object]], model: DeepseekV4 | None = None
     ) -> None:
         """Run ``body`` with the engine, in virtual time."""
 

@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import trio
+from attrs import evolve
 
 from kvlease.errors import BadInput
-from kvlease.protocols.config import EngineConfig, SamplingParams
+from kvlease.protocols.config import SamplingParams
 from kvlease.runtime.engine import Engine, open_engine
 from kvlease.runtime.event_log import open_event_log
 from kvlease.services.cli import main
@@ -44,10 +46,17 @@ async def conversation(engine: Engine) -> None:
             await answer(engine, prompt_of(99, 90), SamplingParams(max_tokens=60, ignore_eos=True))
 
 
-def recorded(path: Path, faults: FaultPlan, config: EngineConfig = CONFIG) -> Lab:
-    """Run the conversation in the lab, its log in a file."""
-    lab = Lab(SLOW, config, faults)
+@cache
+def held_with(faults: FaultPlan) -> Lab:
+    """Run the conversation in the lab; once, as every run with the same faults is the same."""
+    lab = Lab(SLOW, CONFIG, faults)
     lab.run(conversation)
+    return lab
+
+
+def recorded(path: Path, faults: FaultPlan) -> Lab:
+    """Return the run with these faults, its log in a file."""
+    lab = held_with(faults)
     path.write_bytes(lab.file.getvalue())
     return lab
 
@@ -138,7 +147,9 @@ def test_the_first_difference_is_named(tmp_path: Path) -> None:
 
 def test_a_log_that_cannot_be_run_again_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    recorded(path, FaultPlan(), toy_config(device_pages=40))
+    silent = Lab(SLOW, evolve(CONFIG, log_prompts=False))
+    silent.run(partial(answer, prompt=PROMPTS[0], params=PARAMS))
+    path.write_bytes(silent.file.getvalue())
     with pytest.raises(BadInput, match="prompts"):
         rerun(str(path), toy_model())
     recorded(path, FaultPlan())
