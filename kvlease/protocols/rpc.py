@@ -6,9 +6,10 @@ sides ignore items that they do not know and take defaults for those that are no
 module knows neither sockets nor engines.
 """
 
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from kvlease.protocols.config import SamplingParams
 from kvlease.protocols.events import Usage
@@ -28,6 +29,8 @@ Code: TypeAlias = Literal[
     "idle", "internal", "cancelled",
 ]  # fmt: skip
 """Why something was refused or came to nothing; docs/rpc.md says what to do about each."""
+NewCall: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+"""A client's own number for a call that begins."""
 CacheTier: TypeAlias = Literal["device", "host"]
 Change: TypeAlias = Literal["sealed", "stored", "restored", "evicted"]
 
@@ -87,7 +90,7 @@ class Goodbye(Message, tag=3, frozen=True, gc=False):
 class Generate(Message, tag=16, frozen=True, gc=False):
     """Answer a prompt of int32 little-endian token ids; ``call`` is the client's own number."""
 
-    call: int
+    call: NewCall
     prompt: bytes
     params: SamplingParams = SamplingParams()
     credit: int = 0
@@ -117,7 +120,7 @@ class Ping(Message, tag=19, frozen=True, gc=False):
 class Prefetch(Message, tag=20, frozen=True, gc=False):
     """Bring what is cached of a prompt to a tier."""
 
-    call: int
+    call: NewCall
     prompt: bytes
     tier: CacheTier = "device"
 
@@ -125,7 +128,7 @@ class Prefetch(Message, tag=20, frozen=True, gc=False):
 class Pin(Message, tag=21, frozen=True, gc=False):
     """Keep what is cached of a prompt from being evicted, for so many seconds."""
 
-    call: int
+    call: NewCall
     prompt: bytes
     seconds: float
 
@@ -133,14 +136,14 @@ class Pin(Message, tag=21, frozen=True, gc=False):
 class Unpin(Message, tag=22, frozen=True, gc=False):
     """End a pin before its time."""
 
-    call: int
+    call: NewCall
     pin: int
 
 
 class Evict(Message, tag=23, frozen=True, gc=False):
     """Let go of every idle cached page whose prefix begins with these tokens."""
 
-    call: int
+    call: NewCall
     prefix: bytes
     tier: CacheTier | None = None
     """From one tier only; from both by default."""
@@ -149,32 +152,32 @@ class Evict(Message, tag=23, frozen=True, gc=False):
 class Flush(Message, tag=24, frozen=True, gc=False):
     """Forget everything that is cached, of all tenants."""
 
-    call: int
+    call: NewCall
 
 
 class GetStatistics(Message, tag=25, frozen=True, gc=False):
     """Tell counters and pools; ``recount`` counts every page anew."""
 
-    call: int
+    call: NewCall
     recount: bool = False
 
 
 class GetHealth(Message, tag=26, frozen=True, gc=False):
     """Tell whether the server takes requests."""
 
-    call: int
+    call: NewCall
 
 
 class Drain(Message, tag=27, frozen=True, gc=False):
     """Take no more requests, finish those that run, and end the server."""
 
-    call: int
+    call: NewCall
 
 
 class Subscribe(Message, tag=28, frozen=True, gc=False):
     """Send what happens to cached pages, from an event on (None: from now on)."""
 
-    call: int
+    call: NewCall
     since: int | None = None
     credit: int = 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -57,6 +58,7 @@ async def open_server(
     *,
     config: EngineConfig = CONFIG,
     tenants: Sequence[Tenant] = (),
+    tls: ssl.SSLContext | None = None,
     **limits: float,
 ) -> AsyncGenerator[Server]:
     """Open a server for a block; when it is left without an error, nothing may have leaked."""
@@ -64,7 +66,7 @@ async def open_server(
     events = log.remember()
     async with open_engine(None, config, log=log) as engine:
         service = Service(engine, Tenants(tenants), msgspec.convert(limits, Limits), log)
-        async with open_door(service, [TcpAddress("127.0.0.1", 0)]) as door:
+        async with open_door(service, [TcpAddress("127.0.0.1", 0)], tls) as door:
             server = Server(engine, service, door, events)
             try:
                 yield server

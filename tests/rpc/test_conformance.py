@@ -3,6 +3,7 @@
 The bytes that the document shows are taken from it and sent as they stand.
 """
 
+import math
 import re
 import struct
 import typing
@@ -13,7 +14,7 @@ import trio
 
 from kvlease.services.serving.tenants import Tenant
 from tests.rpc.raw import Raw, frame, unpack
-from tests.rpc.rig import SECRET, Server, config_of, open_server, pack
+from tests.rpc.rig import SECRET, Server, config_of, open_server, pack, until
 from tests.tidy.rules import ROOT
 
 DOCUMENT = (ROOT / "docs" / "rpc.md").read_text(encoding="utf-8")
@@ -185,6 +186,10 @@ async def test_an_item_more_and_items_less_are_fine(tenants: tuple[Tenant, ...])
         ([16, 1], [34, 1, "bad_request"]),
         ([20, 1, b"abcd", "attic"], [34, 1, "bad_request"]),
         ([21, 1, b"abcd", -1.0], [34, 1, "bad_request"]),
+        ([21, 1, b"abcd", math.nan], [34, 1, "bad_request"]),
+        ([21, 1, b"abcd", math.inf], [34, 1, "bad_request"]),
+        ([16, -1, b"abcd"], [34, -1, "bad_request"]),
+        ([25, 1 << 63], [34, 1 << 63, "bad_request"]),
         ([16, "one", b"abcd"], [3, "protocol"]),
         ([99, 1], [3, "protocol"]),
         ([2, 1], [3, "protocol"]),
@@ -202,10 +207,15 @@ async def test_a_wrong_message_is_refused_or_ends_the_connection(
             assert (await raw.receive())[: len(answer)] == answer
 
 
-async def test_a_number_that_is_taken_ends_the_connection(tenants: tuple[Tenant, ...]) -> None:
-    async with open_server(tenants=tenants) as server:
-        raw = await shaken(server)
+@pytest.mark.parametrize("again", [[16, 1, pack([1])], [26, 1], [28, 1], [16, 1, "text"]])
+@pytest.mark.parametrize("first", [[16, 1, pack([1]), {}, 0], [27, 1], [28, 1]])
+async def test_a_number_that_is_taken_ends_the_connection(
+    tenants: tuple[Tenant, ...], first: list[object], again: list[object]
+) -> None:
+    async with open_server(tenants=tenants, config=config_of(cache_events=9)) as server:
+        raw, other = await shaken(server), await shaken(server)
         with trio.fail_after(10):
-            for _ in range(2):
-                await raw.send([16, 1, pack([1]), {"max_tokens": 5, "ignore_eos": True}, 0])
+            await other.send([16, 1, pack([1]), {"max_tokens": 5, "ignore_eos": True}, 0])
+            await until(lambda: server.service.num_streams)  # so that a drain takes its time
+            await raw.stream.send_all(frame(first) + frame(again))
             assert (await raw.receive_of(3))[:2] == [3, "protocol"]

@@ -10,7 +10,7 @@ from kvlease.protocols.events import RpcClose, RpcDrain
 from kvlease.services.rpc.answers import RemoteAnswer
 from tests.rpc.rig import config_of, open_server, prompt_of, until
 
-PARAMS = SamplingParams(max_tokens=300, ignore_eos=True)
+PARAMS = SamplingParams(max_tokens=100, ignore_eos=True)
 CONFIG = config_of(compute="model", device_pages=128)
 
 
@@ -45,7 +45,7 @@ async def test_a_drain_loses_no_token_and_refuses_what_is_new() -> None:
                         pass
                 assert caught.value.code == "draining"
                 await server.service.drained.wait()
-        assert got == dict.fromkeys(range(4), 300)
+        assert got == dict.fromkeys(range(4), 100)
     drains = [(e.state, e.cut) for e in server.events if isinstance(e, RpcDrain)]
     assert drains == [("begin", 0), ("end", 0)]
     reasons = {e.reason for e in server.events if isinstance(e, RpcClose)}
@@ -92,7 +92,7 @@ async def test_a_drain_ends_although_whoever_asked_has_gone() -> None:
                 nursery.cancel_scope.cancel()
             await until(lambda: len(server.service.clients) == 1)
             with trio.fail_after(20):
-                assert len((await answer.drain()).tokens) == 300
+                assert len((await answer.drain()).tokens) == 100
                 await server.service.drained.wait()
         assert (await server.service.drain()).is_whole
 
@@ -117,7 +117,7 @@ async def test_tokens_that_were_ready_are_sent_before_the_goodbye() -> None:
 
         async def read(answer: RemoteAnswer) -> None:
             await until(lambda: server.service.status == "draining")
-            assert len((await answer.drain()).tokens) == 300
+            assert len((await answer.drain()).tokens) == 100
 
         async with (
             client.generate(prompt_of(1), PARAMS, window=10) as answer,

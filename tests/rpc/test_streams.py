@@ -15,7 +15,13 @@ from kvlease.protocols import rpc
 from kvlease.protocols.config import SamplingParams
 from kvlease.protocols.events import Usage
 from kvlease.runtime.request import TokenEvent
-from kvlease.services.rpc.framing import FrameError, FrameReader, FrameWriter, append_frame
+from kvlease.services.rpc.framing import (
+    HIGH_WATER_BYTES,
+    FrameError,
+    FrameReader,
+    FrameWriter,
+    append_frame,
+)
 from kvlease.services.rpc.streams import OutStreams
 from tests.rpc.rig import open_server, prompt_of, until
 from tests.runtime.rig import cancel_at_every_checkpoint
@@ -156,6 +162,20 @@ async def test_the_writer_puts_together_what_is_ready_and_ends_with_its_last_mes
     names = [type(message).__name__ for message in messages_of(first)]
     assert names[:3] == ["Pong", "Pong", "Failed"]
     assert [type(message).__name__ for message in messages_of(second)][-1] == "Goodbye"
+
+
+async def test_who_waits_for_room_is_let_go_when_the_connection_breaks() -> None:
+    """A call that waits to be sent behind a great many others may not wait for ever."""
+    mine, theirs = trio.testing.memory_stream_pair()
+    writer = FrameWriter(mine, timeout_s=60)
+    writer.put(rpc.Evict(1, bytes(2 * HIGH_WATER_BYTES)))
+    with trio.fail_after(5):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(writer.room)
+            await trio.testing.wait_all_tasks_blocked()
+            await theirs.aclose()
+            with pytest.raises(trio.BrokenResourceError):
+                await writer.run()
 
 
 async def test_a_client_may_be_cancelled_at_every_checkpoint() -> None:

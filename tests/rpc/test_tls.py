@@ -20,7 +20,8 @@ from kvlease.services.serving.limits import Limits
 from kvlease.services.serving.plan import make_plan
 from kvlease.services.serving.service import Service
 from kvlease.services.serving.tenants import Tenant, Tenants
-from tests.rpc.rig import CONFIG, SECRET, prompt_of
+from tests.rpc.raw import Raw
+from tests.rpc.rig import CONFIG, SECRET, open_server, prompt_of, until
 
 
 @pytest.fixture(scope="module")
@@ -56,17 +57,51 @@ async def test_calls_over_tls(certificate: tuple[str, str]) -> None:
                 async with client.generate(prompt_of(1), params) as answer:
                     assert len((await answer.drain()).tokens) == 300
                 assert (await client.statistics()).connections == 1
-            with pytest.raises((ConnectionLost, Refused)):
-                stranger = ssl.create_default_context()
-                async with kvlease.connect(
-                    address, secret=SECRET, tls=stranger, connect_timeout_s=0.5
-                ):
+            stranger = ssl.create_default_context()
+            with trio.fail_after(5), pytest.raises(Refused, match="verify failed"):
+                async with kvlease.connect(address, secret=SECRET, tls=stranger):
                     pass
-            with trio.fail_after(10), pytest.raises((ConnectionLost, Refused)):
+            with (
+                trio.fail_after(10),
+                pytest.raises(ConnectionLost, match="no server was"),
+            ):
                 async with kvlease.connect(address, secret=SECRET, connect_timeout_s=0.5):
                     pass
             with trio.fail_after(10):
                 assert (await service.drain()).is_whole
+
+
+async def test_a_server_that_speaks_no_tls_is_not_tried_again(certificate: tuple[str, str]) -> None:
+    trusting = ssl.create_default_context(cafile=certificate[0])
+    async with open_server() as server:
+        with trio.fail_after(5), pytest.raises(Refused, match="handshake"):
+            async with kvlease.connect(server.address, tls=trusting):
+                pass
+
+
+async def test_half_a_handshake_ends_within_its_limit_and_nobody_waits_for_a_farewell(
+    certificate: tuple[str, str],
+) -> None:
+    """Silence, half a hello, a whole one, noise; and a peer that closes without close_notify."""
+    tls = make_plan(ServeConfig(tls_cert=certificate[0], tls_key=certificate[1])).tls
+    trusting = ssl.create_default_context(cafile=certificate[0])
+    out = ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        trusting.wrap_bio(ssl.MemoryBIO(), out, server_hostname="localhost").do_handshake()
+    hello = out.read()
+    async with open_server(tls=tls, handshake_timeout_s=0.3) as server:
+        for sent in (b"", hello[:40], hello, b"\x16\x03\x01\xff\xff" + b"x" * 100, b"GET /"):
+            raw = await server.raw()
+            await raw.stream.send_all(sent)
+            with trio.fail_after(5):
+                while await raw.stream.receive_some():
+                    pass
+        plain = await trio.open_tcp_stream("127.0.0.1", server.port)
+        secured = trio.SSLStream(plain, trusting, server_hostname="localhost")
+        await Raw(secured).shake()
+        await until(lambda: server.service.clients)
+        await plain.aclose()
+        await until(lambda: not server.service.clients)
 
 
 def test_a_certificate_and_a_key_that_do_not_fit_are_refused(

@@ -8,6 +8,7 @@ have carried it out. This module loads no torch.
 from __future__ import annotations
 
 import itertools
+import math
 import ssl
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -125,30 +126,50 @@ class Client:
         Args:
             prompt: token ids, or the same as int32 little-endian bytes.
             params: how the answer is drawn.
-            timeout_s: ends it as late after so many seconds; the server has a bound of its own.
+            timeout_s: ends it as late after so many seconds, reaching the server included; the
+                server has a bound of its own.
             window: tokens that the server may send ahead of this reader.
 
-        Checkpoints: on entry. Raises ConnectionLost and Refused as the answer's iteration does.
+        Checkpoints: on entry. Raises ConnectionLost, DeadlineExceeded and Refused as the answer's
+        iteration does.
         """
         if window < 1:
             raise UsageError(f"window is {window}; give 1 or more, or no token may be sent")
         number = next(self._numbers)
         tokens = _pack(prompt)
-        link = await self.link()
-        await link.writer.room()
+        link, left_s = await self._link_within(timeout_s)
 
         def give(amount: int) -> None:
             link.writer.put(rpc.Credit(number, amount))
 
-        answer = RemoteAnswer(number, window, timeout_s, give)
+        answer = RemoteAnswer(number, window, left_s, give)
         chosen = params or SamplingParams()
-        link.begin(number, answer, rpc.Generate(number, tokens, chosen, window, timeout_s))
+        link.begin(number, answer, rpc.Generate(number, tokens, chosen, window, left_s))
         try:
             yield answer
         finally:
             if not answer.is_over:
                 link.forget(number)
                 link.writer.put(rpc.Cancel(number))
+
+    async def _link_within(self, timeout_s: float | None) -> tuple[Link, float | None]:
+        """Return a connection with room for a call, and what is left of the call's time."""
+        if timeout_s is None:
+            link = await self.link()
+            await link.writer.room()
+            return link, None
+        if not timeout_s > 0:
+            raise UsageError(f"timeout_s is {timeout_s}; give seconds above 0")
+        end_s = trio.current_time() + timeout_s
+        with trio.CancelScope(deadline=end_s):
+            link = await self.link()
+            await link.writer.room()
+            left_ms = math.ceil(1000 * (end_s - trio.current_time()))
+            if left_ms > 0:
+                return link, left_ms / 1000
+        raise DeadlineExceeded(
+            f"the server at {self._where.address} was not reached within {timeout_s:g} s"
+        )
 
     # -- questions -----------------------------------------------------------------------------
 
@@ -311,7 +332,7 @@ async def connect(
         call_timeout_s: for calls with one answer.
 
     Checkpoints: on entry and exit. Raises ConnectionLost if nobody answers in time, Refused if the
-    server lets nobody in, ConfigError for an address that is none.
+    server lets nobody in or is not to be trusted, ConfigError for an address that is none.
     """
     key = secret.encode() if isinstance(secret, str) else secret
     where = Where(parse_address(address), tenant, key, tls, connect_timeout_s, call_timeout_s)

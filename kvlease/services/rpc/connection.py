@@ -65,7 +65,7 @@ class Connection:
         self._out = OutStreams(self._writer.wake)
         self._calls: dict[int, OutStream] = {}
         self._changes: dict[int, OutChanges] = {}
-        self._num_queries = 0
+        self._queries: set[int] = set()
         self._channel: Channel | None = None
         """The tenant's, once the client has subscribed to it."""
         self._read_scope = trio.CancelScope()
@@ -118,7 +118,7 @@ class Connection:
 
     def _finish_if_drained(self) -> None:
         """Say goodbye once nothing is under way any more."""
-        if self._service.drained.is_set() and not self._num_queries:
+        if self._service.drained.is_set() and not self._queries:
             self._writer.finish(rpc.Goodbye("draining", "the server has ended"))
 
     async def _read(self, nursery: trio.Nursery) -> None:
@@ -142,7 +142,7 @@ class Connection:
             head = None
         if head is None or not _FIRST_CALL <= head.number <= _LAST_CALL:
             raise FrameError("protocol", f"a frame is no message (docs/rpc.md): {text}")
-        if head.call in self._calls or head.call in self._changes:
+        if self._is_under_way(head.call):
             raise FrameError("protocol", f"a message about call {head.call} is none: {text}")
         refusal = self._service.refuse_client(
             self._client, "bad_request", f"call {head.call} cannot be read: {text}"
@@ -184,8 +184,11 @@ class Connection:
         elif self._changes.pop(message.call, None) is not None:
             self._writer.put(unsubscribed(message.call))
 
+    def _is_under_way(self, call: int) -> bool:
+        return call in self._calls or call in self._changes or call in self._queries
+
     def _check_new(self, call: int) -> None:
-        if call in self._calls or call in self._changes:
+        if self._is_under_way(call):
             raise FrameError("protocol", f"call {call} is under way already; count calls up")
 
     # -- generating ----------------------------------------------------------------------------
@@ -252,11 +255,12 @@ class Connection:
     # -- everything else -----------------------------------------------------------------------
 
     def _take_query(self, message: Query, nursery: trio.Nursery) -> None:
-        if self._num_queries >= MAX_QUERIES:
+        self._check_new(message.call)
+        if len(self._queries) >= MAX_QUERIES:
             text = f"{MAX_QUERIES} calls of this connection are under way; wait for an answer"
             self._writer.put(rpc.Failed(message.call, "too_many", text, 1.0))
             return
-        self._num_queries += 1
+        self._queries.add(message.call)
         nursery.start_soon(self._query, message)
 
     async def _query(self, message: Query) -> None:
@@ -265,7 +269,7 @@ class Connection:
         except Refused as error:
             answer = rpc.Failed(message.call, code_of(error), str(error), error.retry_after_s)
         self._writer.put(answer)
-        self._num_queries -= 1
+        self._queries.discard(message.call)
         self._finish_if_drained()
 
 

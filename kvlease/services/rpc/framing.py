@@ -190,6 +190,7 @@ class FrameWriter:
         self._wake = trio.Event()
         self._sent = trio.Event()
         self._is_finishing = False
+        self._is_over = False
 
     def put(self, message: msgspec.Struct) -> None:
         """Send a message soon, behind those put before; nothing happens after `finish`."""
@@ -213,11 +214,11 @@ class FrameWriter:
             self._refill(self._buffer)
 
     async def room(self) -> None:
-        """Wait until the peer has read enough; a peer that never does ends `run`.
+        """Wait until the peer has read enough, or `run` has ended: a peer that never does ends it.
 
         Checkpoints: only if it waits.
         """
-        while len(self._buffer) > HIGH_WATER_BYTES:
+        while len(self._buffer) > HIGH_WATER_BYTES and not self._is_over:
             await self._sent.wait()
 
     async def run(self) -> None:
@@ -225,6 +226,13 @@ class FrameWriter:
 
         Checkpoints: always. Raises FrameError if the peer does not read, and what the stream does.
         """
+        try:
+            await self._run()
+        finally:
+            self._is_over = True
+            self._sent.set()
+
+    async def _run(self) -> None:
         while True:
             self._wake = trio.Event()
             self._fill()

@@ -169,8 +169,14 @@ async def open_link(
         await stream.send_all(frame_of(hello))
         welcome = judge_verdict(await _receive_one(stream), greeted, hello, secret)
     except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-        await stream.aclose()
-        raise ConnectionLost(f"the handshake with {address} broke ({_why(error)})") from error
+        await trio.aclose_forcefully(stream)
+        sentence = f"the handshake with {address} broke ({_why(error)})"
+        if isinstance(error.__cause__, ssl.SSLError) and not isinstance(
+            error.__cause__, ssl.SSLEOFError
+        ):
+            # It does not speak TLS, or is not the one that it says: trying again changes nothing.
+            raise Refused("protocol", sentence) from error
+        raise ConnectionLost(sentence) from error
     except BaseException:
         await trio.aclose_forcefully(stream)
         raise
@@ -183,7 +189,10 @@ async def _receive_one(stream: ByteStream) -> bytes:
     except FrameError as error:
         raise Refused("protocol", f"no kvlease server answers at this address: {error}") from None
     if body is None:
-        raise ConnectionLost("the server closed the connection before the handshake was over")
+        raise ConnectionLost(
+            "the server closed the connection before the handshake was over; one with a"
+            " certificate wants tls="
+        )
     return body
 
 
