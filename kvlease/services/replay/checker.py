@@ -6,9 +6,10 @@ follows what is alive in the log, not its length.
 
 import gc
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from operator import call
 from typing import Any, final
 
 from kvlease.errors import BadInput
@@ -69,22 +70,21 @@ class Checker:
             return
         if self._world is None and not isinstance(block[0], ev.LogOpen):
             raise BadInput("a log begins with log.open; without it nothing can be judged")
-        self._counts.update(map(type, block))
+        kinds = [*map(type, block)]
+        self._counts.update(kinds)
         self._findings.lines.note(block[0].seq, first_line)
-        handlers, last_ns = self._handlers, self._last_ns
-        begin = expected = self._expected
-        for expected, event in enumerate(block, begin):
-            t_ns = event.t_ns
-            if event.seq != expected or t_ns < last_ns:
-                break
-            last_ns = t_ns
-            handlers[type(event)](event)
+        end = self._expected + len(block)
+        times = [event.t_ns for event in block]
+        if (
+            [event.seq for event in block] == [*range(self._expected, end)]
+            and times[0] >= self._last_ns
+            and times == sorted(times)
+        ):
+            # The first event may change the handlers: each is looked up when it is its turn.
+            deque(map(call, map(self._handlers.__getitem__, kinds), block), maxlen=0)
+            self._expected, self._last_ns = end, times[-1]
         else:
-            expected += 1
-        self._expected, self._last_ns = expected, last_ns
-        if expected < begin + len(block):
-            done = expected - begin
-            self._feed_disordered(first_line + done, block[done:])
+            self._feed_disordered(first_line, block)
 
     def _feed_disordered(self, first_line: int, block: Sequence[ev.Event]) -> None:
         """Take a block some of whose events are not next in number or in time."""

@@ -39,31 +39,43 @@ class LeaseRules:
         number, runs = event.lease, event.pages
         if number in self._ends or number in self._sequences:
             self._twice(event)
-        pages, lease = self._tiers[event.tier], None
         if event.transfer:
             self._ends[number] = event
+            if runs and (odd := self._tiers[event.tier].pin_sealed(runs)):
+                runs = self._hold_odd(event, None, odd)
+                if runs is not event.pages:
+                    self._ends[number] = msgspec.structs.replace(event, pages=runs)
         else:
-            lease = self._open_sequence(event, pages)
-        if runs:
-            self._hold(event, lease, pages)
-
-    def _hold(self, event: LeaseOpen, lease: SequenceState | None, pages: Pages) -> None:
-        """A lease pins the pages that it is opened on."""
-        number, runs = event.lease, event.pages
-        odd = pages.pin_sealed(runs)
-        for run in odd:
-            if self._arrives(event, lease, pages, run) or self._unsealed(event, lease, pages, run):
-                pages.pins.up(run[0], run[1])
-            else:
-                runs = [one for one in runs if one != run]
-        if runs is not event.pages and lease is None:
-            self._ends[number] = msgspec.structs.replace(event, pages=runs)
-        if lease is not None and runs:
-            lease.prefix = runs
-            self._prefix(lease, pages, odd, event.seq)
-        if event.mode == "exclusive" and runs:
+            lease = self._open_sequence(event)
+            if runs:
+                odd = lease.pages.pin_sealed(runs)
+                if odd:
+                    runs = self._hold_odd(event, lease, odd)
+                if runs:
+                    lease.prefix = runs
+                    self._prefix(lease, lease.pages, odd, event.seq)
+        if runs and event.mode == "exclusive":
             what = f"lease {number} was opened exclusive on pages that it had not reserved"
             self._findings.violate("R3", what, (event.seq,), lease=number, request=event.request)
+
+    def _hold_odd(
+        self, event: LeaseOpen, lease: SequenceState | None, odd: list[PageRun]
+    ) -> list[PageRun]:
+        """A lease pins pages that are not all sealed; returns all its pages that there are."""
+        pages, runs, known = self._tiers[event.tier], event.pages, 0
+        held: list[PageRun] = []
+        for run in odd:
+            arrives = 0 if lease is None else self._arrival(pages, run)
+            if arrives and lease is not None:
+                if arrives != known:  # as a rule one transfer fills all of them
+                    self._depend(lease, arrives, event.seq)
+                    known = arrives
+            elif not self._unsealed(event, lease, pages, run):
+                runs = [one for one in runs if one != run]
+                continue
+            held.append(run)
+        pages.pins.up(held)
+        return runs
 
     def _twice(self, event: LeaseOpen) -> None:
         number, before = event.lease, self._world.opened_at(event.lease)
@@ -72,8 +84,8 @@ class LeaseRules:
         self._sequences.pop(number, None)
         self._ends.pop(number, None)
 
-    def _open_sequence(self, event: LeaseOpen, pages: Pages) -> SequenceState:
-        lease = self._sequences[event.lease] = SequenceState(event, pages)
+    def _open_sequence(self, event: LeaseOpen) -> SequenceState:
+        lease = self._sequences[event.lease] = SequenceState(event, self._tiers[event.tier])
         if event.request:
             lease.record = self._world.requests.get(event.request)
             if lease.record is not None:
@@ -85,9 +97,10 @@ class LeaseRules:
     ) -> None:
         """The pages that a sequence begins with: each sealed one at its place (R10)."""
         place, page_tokens, runs, places = 0, self._page_tokens, lease.prefix, pages.places
+        told = set(arriving)
         for run in runs:
             first, count, _ = run
-            if arriving and run in arriving:
+            if told and run in told:
                 if lease.arriving is None:
                     lease.arriving = []
                 lease.arriving.append((run, place))
@@ -101,19 +114,14 @@ class LeaseRules:
         if pages.unlanded:
             self._unlanded(lease, pages, runs, seq)
 
-    def _arrives(
-        self, event: LeaseOpen, lease: SequenceState | None, pages: Pages, run: PageRun
-    ) -> bool:
-        """Whether one transfer is filling all pages of a run; a sequence then depends on it."""
+    def _arrival(self, pages: Pages, run: PageRun) -> int:
+        """Return which transfer is filling all pages of a run; 0 for none."""
         first = run[0]
-        if lease is None or not 0 <= first < pages.total:
-            return False
+        if not 0 <= first < pages.total:
+            return 0
         holder = pages.holders[first]
         end = self._ends.get(holder)
-        if end is None or not pages.is_held_by(run, holder):
-            return False
-        self._depend(lease, end.transfer, event.seq)
-        return True
+        return 0 if end is None or not pages.is_held_by(run, holder) else end.transfer
 
     def _depend(self, lease: SequenceState, number: int, seq: int) -> None:
         transfer = self._transfers.get(number)
@@ -247,25 +255,25 @@ class LeaseRules:
         if end is None:
             self._close_sequence(number, event)
             return
-        if end.pages:
-            self._tiers[end.tier].pins.down(end.pages)
-        if number in self._reserved:
-            self._tiers[end.tier].pins.down(self._reserved.pop(number))
+        if runs := end.pages:
+            self._tiers[end.tier].pins.down(runs)
+        if reserved := self._reserved.pop(number, None):
+            self._tiers[end.tier].pins.down(reserved)
         transfer = self._transfers.get(end.transfer)
-        plan = None if transfer is None else transfer.plan
-        if transfer is None or plan is None or number not in (
-            plan.source_lease, plan.destination_lease
-        ):  # fmt: skip
+        if transfer is None or (plan := transfer.plan) is None:
             self._no_end_of(end, event.seq)
             return
-        if not transfer.ended:
-            self._closed_early(end, transfer, event.seq)
         other = plan.destination_lease
         if number == other:
             transfer.closed = event.seq
             other = plan.source_lease
-        if other not in ends and not transfer.readers:
-            self._openings.dismiss(transfer)
+        elif number != plan.source_lease:
+            self._no_end_of(end, event.seq)
+            return
+        if not transfer.ended:
+            self._closed_early(end, transfer, event.seq)
+        elif other not in ends and not transfer.readers:
+            self._openings.drop(transfer)
 
     def _no_end_of(self, end: LeaseOpen, seq: int) -> None:
         """A lease was held by a transfer whose plan does not name it."""

@@ -32,8 +32,10 @@ def depend(lease: SequenceState, transfer: TransferState, seq: int) -> None:
 
 def _is_settled(transfer: TransferState, after: int) -> bool:
     """Whether no opening from ``after`` on can be early: all is recorded, and landings untold."""
-    recorded = transfer.recorded
-    return transfer.landing is None and 0 not in recorded and 0 < max(recorded, default=0) <= after
+    recorded = transfer.recorded  # empty before the plan
+    if transfer.landing is not None or not recorded or 0 in recorded:
+        return False
+    return max(recorded) <= after
 
 
 @final
@@ -198,15 +200,17 @@ class OpeningRules:
 
     def dismiss(self, transfer: TransferState) -> None:
         """Drop a transfer if no later line can refer to it."""
-        world = self._world
         if transfer.readers or not (transfer.ended or transfer.plan is None):
             return
-        if world.is_held(transfer):
-            return
-        if world.transfers.pop(transfer.id, None) is None:
-            return
+        if not self._world.is_held(transfer):
+            self.drop(transfer)
+
+    def drop(self, transfer: TransferState) -> None:
+        """No later line can refer to it, but to bytes of it that have not landed yet."""
+        world = self._world
+        is_new = world.transfers.pop(transfer.id, None) is not None
         landing = transfer.landing
-        if landing is None or not landing.left or not transfer.done_mask:
+        if landing is None or not is_new or not landing.left or not transfer.done_mask:
             return
         world.limbo[transfer.id] = transfer
         if len(world.limbo) > MAX_LIMBO:

@@ -101,7 +101,7 @@ class PageRules:
         if odd:
             for run in odd:
                 if self._explain(pages, run, FREE, "was reserved", "R3", event):
-                    pages.pins.up(run[0], run[1])
+                    pages.pins.up([run])
                     pages.move(run, HELD, number, seq)
             runs = [run for run in runs if pages.has(run[0], run[1])]
         sequence = self._sequences.get(number)
@@ -234,6 +234,7 @@ class PageRules:
             )
             seqs = (lease.seq, lease.read_seq, seq)
             self._findings.violate("R2", what, seqs, lease=lease.id, request=lease.request)
+            lease.is_plain = False
         if end > lease.floor:
             lease.floor = min(end, lease.limit)
 

@@ -19,6 +19,7 @@ _UP = bytes([*range(1, 256), 255])
 _DOWN = bytes([0, *range(255)])
 FULL = 255
 """Pins of one page that its byte counts; more are counted beside it."""
+_ONE_OF = [bytes((state,)) for state in range(5)]
 _IS_PINNED = bytes([0] + [1] * 255)
 _MAY_BE_LEASED = bytes(state in (HELD, SEALED) for state in range(256))
 
@@ -37,21 +38,22 @@ class Pins:
         self.counts = bytearray(total)
         self.beyond: dict[int, int] = {}
 
-    def up(self, first: int, count: int) -> None:
+    def up(self, runs: list[PageRun]) -> None:
         """One more lease names these pages, all of which exist."""
-        counts, end = self.counts, first + count
-        if count == 1 and (known := counts[first]) < FULL:
-            counts[first] = known + 1
-            return
-        part = counts[first:end]
-        if FULL not in part:
-            counts[first:end] = part.translate(_UP)
-            return
-        for page in range(first, end):
-            if counts[page] == FULL:
-                self.beyond[page] = self.beyond.get(page, 0) + 1
-            else:
-                counts[page] += 1
+        counts = self.counts
+        for first, count, _ in runs:
+            if count == 1:
+                if (known := counts[first]) < FULL:
+                    counts[first] = known + 1
+                    continue
+            elif FULL not in (part := counts[first : first + count]):
+                counts[first : first + count] = part.translate(_UP)
+                continue
+            for page in range(first, first + count):
+                if counts[page] == FULL:
+                    self.beyond[page] = self.beyond.get(page, 0) + 1
+                else:
+                    counts[page] += 1
 
     def down(self, runs: list[PageRun]) -> None:
         """One lease less names them; a page that none names stays at zero."""
@@ -61,11 +63,9 @@ class Pins:
                 if 0 < (known := counts[first]) < FULL:
                     counts[first] = known - 1
                     continue
-            else:
-                part = counts[first : first + count]
-                if FULL not in part:
-                    counts[first : first + count] = part.translate(_DOWN)
-                    continue
+            elif FULL not in (part := counts[first : first + count]):
+                counts[first : first + count] = part.translate(_DOWN)
+                continue
             self._down(first, count)
 
     def down_each(self, pages: list[int]) -> None:
@@ -143,11 +143,6 @@ class Pages:
             self.grow(end)
         return end <= self.total
 
-    def have(self, runs: list[PageRun]) -> bool:
-        """Whether all pages of some runs exist."""
-        has = self.has
-        return all(has(first, count) for first, count, _ in runs)
-
     def are(self, first: int, count: int, epoch: int, state: int) -> bool:
         """Whether all pages of a run are of this epoch and in this state."""
         end = first + count
@@ -197,9 +192,9 @@ class Pages:
                 if (known := counts[first]) < FULL:
                     counts[first] = known + 1
                 else:
-                    self.pins.up(first, 1)
+                    self.pins.up([run])
             elif count > 1 and self.are(first, count, epoch, SEALED):
-                self.pins.up(first, count)
+                self.pins.up([run])
             else:
                 odd = [*odd, run]
         return odd
@@ -219,12 +214,12 @@ class Pages:
                 if (known := counts[first]) < FULL:
                     counts[first] = known + 1
                 else:
-                    self.pins.up(first, 1)
+                    self.pins.up([run])
                 states[first] = HELD
                 holders[first] = lease
                 since[first] = seq
             elif count > 1 and self.are(first, count, epoch, FREE):
-                self.pins.up(first, count)
+                self.pins.up([run])
                 self.move(run, HELD, lease, seq)
             else:
                 odd = [*odd, run]
@@ -281,7 +276,7 @@ class Pages:
         """Bring a run's pages, all of which exist, into a state."""
         first, count, _ = run
         end = first + count
-        self.state[first:end] = bytes((state,)) * count
+        self.state[first:end] = _ONE_OF[state] * count
         self.holders[first:end] = [holder] * count
         self.since[first:end] = [seq] * count
 
@@ -309,23 +304,25 @@ class Pages:
     ) -> tuple[int, int]:
         """Pages get the places and identities of others, which are copied to them in this order.
 
-        Returns how many pages ``sources`` are, and how many ``runs``.
+        All of them exist. Returns how many pages ``sources`` are, and how many ``runs``.
         """
-        total, at = 0, 0
+        mine, theirs = self.places, source.places
         places: list[int] = []
         for first, count, _ in sources:
-            places += source.places[first : first + count]
-            total += count
-        if self.is_mixed:
-            self._inherit_roots(runs, source, sources)
-        known, mine, end = len(places), self.places, self.total
+            if count == 1:
+                places.append(theirs[first])
+            else:
+                places += theirs[first : first + count]
+        at, known = 0, len(places)
         for first, count, _ in runs:
-            if count == 1 and at < known and 0 <= first < end:
+            if count == 1 and at < known:
                 mine[first] = places[at]
-            elif at + count <= known and self.has(first, count):
+            elif at + count <= known:
                 mine[first : first + count] = places[at : at + count]
             at += count
-        return total, at
+        if self.is_mixed:
+            self._inherit_roots(runs, source, sources)
+        return known, at
 
     def _inherit_roots(self, runs: list[PageRun], source: "Pages", sources: list[PageRun]) -> None:
         at, roots = (
@@ -333,7 +330,7 @@ class Pages:
             [r for first, count, _ in sources for r in source.roots[first : first + count]],
         )
         for first, count, _ in runs:
-            if at + count <= len(roots) and self.has(first, count):
+            if at + count <= len(roots):
                 self.roots[first : first + count] = roots[at : at + count]
             at += count
 
@@ -341,10 +338,16 @@ class Pages:
         """Whether a lease holds all pages of a run, which are of its epoch."""
         first, count, epoch = run
         holders = self.holders
-        return self.are(first, count, epoch, HELD) and (
-            holders[first] == lease
-            if count == 1
-            else holders[first : first + count].count(lease) == count
+        if count == 1:
+            return (
+                0 <= first < self.total
+                and self.state[first] == HELD
+                and self.epochs[first] == epoch
+                and holders[first] == lease
+            )
+        return (
+            self.are(first, count, epoch, HELD)
+            and holders[first : first + count].count(lease) == count
         )
 
     def are_placed(self, first: int, count: int, place: int, page_tokens: int) -> bool:

@@ -9,7 +9,6 @@ from kvlease.protocols.events import (
     RequestFinished,
     RequestPreempted,
     RequestSubmitted,
-    Usage,
 )
 from kvlease.services.replay.lease_rules import LeaseRules
 from kvlease.services.replay.page_rules import name_of
@@ -25,6 +24,7 @@ class RequestRules:
         self._world = world
         self._findings = world.findings
         self._requests = world.requests
+        self._page_tokens = world.head.page_tokens
         self._lease_rules = leases
 
     def submitted(self, event: RequestSubmitted) -> None:
@@ -56,7 +56,7 @@ class RequestRules:
         lease = self._world.sequences.get(record.lease)
         if lease is None:
             return
-        if lease.base * self._world.head.page_tokens != event.used_tokens:
+        if lease.base * self._page_tokens != event.used_tokens:
             what = (
                 f"request {record.id} was admitted with {event.used_tokens} tokens used, and its "
                 f"lease {lease.id} was opened on {lease.base} pages"
@@ -74,12 +74,13 @@ class RequestRules:
         """No count is negative, and no more is used than matched, or matched than there is."""
         tokens = record.prompt + (record.max_tokens if event.again else 0)
         used, matched = event.used_tokens, event.matched_tokens
-        wrong = ""
+        device, host, storage, remote = event.hit_pages
+        hit, wrong = device + host + storage + remote, ""
         if not used <= matched <= tokens:
             wrong = f"with {used} tokens used, {matched} matched and {tokens} there"
-        elif sum(event.hit_pages) * self._world.head.page_tokens != used:
-            wrong = f"with {used} tokens used, and {sum(event.hit_pages)} pages hit"
-        elif used < 0 or min(event.hit_pages) < 0 or min(event.reasons.values(), default=0) < 0:
+        elif hit * self._page_tokens != used:
+            wrong = f"with {used} tokens used, and {hit} pages hit"
+        elif used < 0 or min(device, host, storage, remote, *event.reasons.values()) < 0:
             wrong = "with a negative count"
         if wrong:
             what = f"request {record.id} was admitted {wrong}"
@@ -88,9 +89,13 @@ class RequestRules:
     def _check_arriving(
         self, lease: SequenceState, arriving: list[tuple[PageRun, int]], seq: int
     ) -> None:
-        pages, page_tokens = lease.pages, self._world.head.page_tokens
+        pages, page_tokens = lease.pages, self._page_tokens
+        places = pages.places
         for run, place in arriving:
-            if not pages.are_placed(run[0], run[1], place, page_tokens):
+            first, count, _ = run
+            if places[first] != place or (
+                count > 1 and not pages.are_placed(first, count, place, page_tokens)
+            ):
                 self._lease_rules.misplaced(lease, pages, run, place, seq)
 
     def _check_root(
@@ -146,11 +151,16 @@ class RequestRules:
         """Return what does not add up."""
         usage = event.usage
         wrong: list[str] = []
+        device, host, storage, remote = (
+            usage.hit_device, usage.hit_host, usage.hit_storage, usage.hit_remote
+        )  # fmt: skip
         if usage.prompt != record.prompt:
             wrong.append(f"was submitted with {record.prompt} tokens and ended with {usage.prompt}")
-        buckets = sum(_hits(usage)) + usage.computed
-        counts = (*_hits(usage), usage.computed, usage.recomputed, usage.output, usage.prompt)
-        if min(counts) < 0:
+        buckets = device + host + storage + remote + usage.computed
+        if (
+            device < 0 or host < 0 or storage < 0 or remote < 0 or usage.computed < 0
+            or usage.recomputed < 0 or usage.output < 0 or usage.prompt < 0
+        ):  # fmt: skip
             wrong.append("has a negative count in its usage")
         if record.admitted and buckets != usage.prompt:
             wrong.append(f"has {usage.prompt} prompt tokens and {buckets} in its buckets")
@@ -161,7 +171,3 @@ class RequestRules:
         if usage.output != record.published and not self._world.is_lossy:
             wrong.append(f"got {usage.output} tokens, and its steps published {record.published}")
         return wrong
-
-
-def _hits(usage: Usage) -> tuple[int, int, int, int]:
-    return usage.hit_device, usage.hit_host, usage.hit_storage, usage.hit_remote

@@ -34,6 +34,7 @@ class Head:
         names: components of each layer, spans and tails.
         every_layer: one bit a layer.
         has_tails: whether computing can resume at kept tails only (R5).
+        bundles: what a transfer has to move: of nothing, of pages, of tails, of both.
     """
 
     def __init__(self, event: LogOpen) -> None:
@@ -43,18 +44,11 @@ class Head:
         self.num_layers = event.num_layers
         self.every_layer = (1 << event.num_layers) - 1
         self.has_tails = any(c.kind == "tail" for c in event.components)
-        self._bundles: dict[tuple[bool, bool], Bundle] = {}
-
-    def bundle(self, has_pages: bool, has_tails: bool) -> "Bundle":
-        """Return what a transfer of pages, tails or both has to move."""
-        key = has_pages, has_tails
-        found = self._bundles.get(key)
-        if found is None:
-            kinds = {"span"} if has_pages else set[str]()
-            kinds |= {"tail"} if has_tails else set[str]()
-            parts = [c for c in self.event.components if c.kind in kinds and c.nbytes]
-            found = self._bundles[key] = Bundle(parts, self.num_layers)
-        return found
+        moved: tuple[tuple[str, ...], ...] = ((), ("span",), ("tail",), ("span", "tail"))
+        self.bundles = [
+            Bundle([c for c in event.components if c.kind in kinds and c.nbytes], self.num_layers)
+            for kinds in moved
+        ]
 
 
 @final
@@ -185,7 +179,8 @@ class SequenceState:
         written: position up to which published steps have written without a hole.
         whole: the latest step whose ``step.read`` names it with all layers.
         read, read_seq, mask: the latest step whose ``step.read`` names it, and the layers opened.
-        is_plain: its next row needs no look at its tail or at what it depends on.
+        is_plain: its next row needs no look at its tail or at what it depends on, and may be
+            written at ``written``, which is not below ``floor``.
         depends: transfers whose bytes its pages or its running state wait for.
         tail: the load that brings the tail at its prefix's end.
         last: ``seq`` of the latest ``step.read`` or ``step.done`` of a lease that depends.

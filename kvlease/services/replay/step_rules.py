@@ -101,23 +101,37 @@ class StepRules:
         lease_of, read = self._sequences.get, event.read
         for row in event.rows:
             lease = lease_of(row.lease)
-            if lease is None:
-                self._unopened(row.lease, event.step, event.seq)
-                continue
-            if lease.whole != read:
-                self._unread(lease, event, row)
-            if row.request != lease.request:
-                self._not_theirs(lease, event, row)
-            start = row.start
-            end = start + row.count
-            if lease.floor <= start == lease.written and start < end <= lease.limit:
+            if (
+                lease is not None
+                and lease.whole == read
+                and lease.is_plain
+                and row.request == lease.request
+                and row.start == lease.written < (end := row.start + row.count) <= lease.limit
+            ):
                 lease.written = end
+                lease.published += row.published
+            elif lease is None:
+                self._unopened(row.lease, event.step, event.seq)
             else:
-                self._written_elsewhere(lease, event, row)
-            lease.published += row.published
-            if not lease.is_plain:
-                self._look(lease, event, row)
-        self._over(event.step)
+                self._row(lease, event, row)
+        if self._blocking or self._waits:
+            self._over(event.step)
+
+    def _row(self, lease: SequenceState, event: StepDone, row: Row) -> None:
+        """Take a row that may not be as it should be, or whose lease needs another look."""
+        if lease.whole != event.read:
+            self._unread(lease, event, row)
+        if row.request != lease.request:
+            self._not_theirs(lease, event, row)
+        start = row.start
+        end = start + row.count
+        if lease.floor <= start == lease.written and start < end <= lease.limit:
+            lease.written = end
+        else:
+            self._written_elsewhere(lease, event, row)
+        lease.published += row.published
+        if not lease.is_plain:
+            self._look(lease, event, row)
 
     def _look(self, lease: SequenceState, event: StepDone, row: Row) -> None:
         """Take a row of a lease that begins, or that depends on transfers."""
@@ -132,7 +146,7 @@ class StepRules:
                 self._resumed(lease, event, row)
         if lease.depends is not None:
             self._depending(lease, event, row)
-        lease.is_plain = lease.depends is None
+        lease.is_plain = lease.depends is None and lease.floor <= lease.written
 
     def discarded(self, event: StepDiscarded) -> None:
         """A step published nothing."""

@@ -86,12 +86,14 @@ class TransferEnds:
             transfer=event.transfer, request=event.request,
         )  # fmt: skip
 
-    def hand_on(self, event: TransferPlan) -> int:
-        """Let pages keep their place and their identity when they move; returns how many move."""
+    def hand_on(self, event: TransferPlan, *, are_known: bool) -> int:
+        """Let pages keep their place and their identity when they move; returns how many move.
+
+        ``are_known`` if all of them are known to exist.
+        """
         source, target = self._tiers[event.source_tier], self._tiers[event.destination_tier]
         sources, targets = event.source, event.destination
-        # One of those may be no run of pages at all: what is wrong with it has been said.
-        if not source.have(sources) or not target.have(targets):
+        if not are_known:  # what is wrong with one that is no run of pages at all has been said
             sources = [run for run in sources if source.has(run[0], run[1])]
             targets = [run for run in targets if target.has(run[0], run[1])]
         total, moved = target.inherit(targets, source, sources)

@@ -40,7 +40,7 @@ class TransferRules:
         self._reserved = world.reserved
         self._sequences = world.sequences
         self._transfers = world.transfers
-        self._bundle = world.head.bundle
+        self._bundles = world.head.bundles
         self._num_layers = world.head.num_layers
         self._every_layer = world.head.every_layer
         self.slowest: list[tuple[int, int, TransferState]] = []
@@ -61,6 +61,7 @@ class TransferRules:
         source = self._ends.get(event.source_lease)
         target = self._ends.get(event.destination_lease)
         # An end that is as it should be names the very runs that its lease was opened with.
+        are_known = True
         if (
             source is None
             or source.mode != "shared"
@@ -68,6 +69,7 @@ class TransferRules:
             or source.tier != event.source_tier
             or source.pages != event.source
         ):
+            are_known = False
             self._both.check(event, event.source_lease, event.source, event.source_tier, "source")
         if (
             target is None
@@ -76,17 +78,18 @@ class TransferRules:
             or target.tier != event.destination_tier
             or self._reserved.get(event.destination_lease, NO_RUNS) != event.destination
         ):
+            are_known = False
             lease, runs = event.destination_lease, event.destination
             self._both.check(event, lease, runs, event.destination_tier, "destination")
         if event.source or event.destination:
-            transfer.num_pages = self._both.hand_on(event)
+            transfer.num_pages = self._both.hand_on(event, are_known=are_known)
         self._whole(event, transfer)
         if event.reader:
             self._tail(event, transfer)
 
     def _whole(self, event: TransferPlan, transfer: TransferState) -> None:
         """Check that every component moves, with the bytes that the head's come to (R5)."""
-        bundle = self._bundle(transfer.num_pages > 0, event.tails > 0)
+        bundle = self._bundles[(transfer.num_pages > 0) + 2 * (event.tails > 0)]
         transfer.bundle = bundle
         if self._world.keeps_landings:
             transfer.landing = Landing(bundle.num_parts)
@@ -185,24 +188,31 @@ class TransferRules:
         bundle, plan = transfer.bundle, transfer.plan
         assert bundle is not None, "a planned transfer has one"
         assert plan is not None
-        first, count = event.layers
-        planned, components = 0, event.components
-        num_layers = self._num_layers
-        is_single = count == 1 and 0 <= first < num_layers  # as a rule, and then no range is made
-        if not is_single and not 0 <= first < first + count <= num_layers:
+        (first, count), components = event.layers, event.components
+        num_layers, planned = self._num_layers, 0
+        if count == 1 and 0 <= first < num_layers and not components:  # as a rule
+            if bundle.layer_mask >> first & 1:
+                planned = transfer.num_pages * bundle.span_nbytes[first]
+                if plan.tails:
+                    planned += plan.tails * bundle.tail_nbytes[first]
+                transfer.done[first] = transfer.latest = seq
+                transfer.done_mask |= 1 << first
+                if not transfer.recorded[first]:
+                    self._unrecorded(transfer, first, seq)
+            if event.nbytes != planned:
+                self._other(transfer, first, event.nbytes, planned, seq)
+            return
+        if not 0 <= first < first + count <= num_layers:
             self._no_layers(transfer, first, count, "was done with", seq)
-        layers = (first,) if is_single else range(max(0, first), min(first + count, num_layers))
-        for layer in layers:
-            bit = 1 << layer
-            if not bundle.layer_mask & bit or (
+        for layer in range(max(0, first), min(first + count, num_layers)):
+            if not bundle.layer_mask >> layer & 1 or (
                 components and not self._all(transfer, layer, components, "done")
             ):
                 continue
             planned += transfer.num_pages * bundle.span_nbytes[layer]
-            if plan.tails:
-                planned += plan.tails * bundle.tail_nbytes[layer]
+            planned += plan.tails * bundle.tail_nbytes[layer]
             transfer.done[layer] = transfer.latest = seq
-            transfer.done_mask |= bit
+            transfer.done_mask |= 1 << layer
             if not transfer.recorded[layer]:
                 self._unrecorded(transfer, layer, seq)
         if event.nbytes != planned and not components:
