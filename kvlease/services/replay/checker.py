@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from operator import call
-from typing import Any, final
+from typing import Any, cast, final
 
 from kvlease.errors import BadInput
 from kvlease.protocols import events as ev
@@ -33,6 +33,8 @@ Handler = Callable[[Any], None]
 NORMAL_RULES = ("R1", "R2", "R3", "R4", "R5", "R6", "R7", "R8", "R10", "R11")
 """What level ``normal`` has no lines for."""
 _STATEFUL = ("request.", "page.", "lease.", "transfer.", "step.")
+_hand = cast("Callable[[Handler, ev.Event], None]", call)
+"""``_hand(handler, event)``, without a frame of its own."""
 
 
 def _ignore(_event: ev.Event) -> None:
@@ -81,7 +83,7 @@ class Checker:
             and times == sorted(times)
         ):
             # The first event may change the handlers: each is looked up when it is its turn.
-            deque(map(call, map(self._handlers.__getitem__, kinds), block), maxlen=0)
+            deque(map(_hand, map(self._handlers.__getitem__, kinds), block), maxlen=0)
             self._expected, self._last_ns = end, times[-1]
         else:
             self._feed_disordered(first_line, block)
