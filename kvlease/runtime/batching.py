@@ -86,7 +86,7 @@ class Batching:
         """Make the sequence's table reach the end of its part; False if pages are short now."""
         held = part.seq.require_held()
         needed = -(-part.end // part.seq.page_tokens) - len(held.lease.pages)
-        return self._core.pool.grow(held, needed, part.seq.request.id)
+        return needed <= 0 or self._core.pool.grow(held, needed, part.seq.request.id)
 
     def _order(self, kind: StepKind, parts: list[_Part]) -> StepOrder | None:
         if not parts:
@@ -100,7 +100,9 @@ class Batching:
         )
         leases = [seq.require_held().lease for seq in members]
         lease = core.pool.lease_step(leases, inputs.step)
-        order = StepOrder(kind, members, inputs, lease, self._keeps(parts), core.clock.now())
+        order = StepOrder(
+            kind, members, inputs, lease, self._keeps(parts), core.clock.now(), core.hand_over
+        )
         for seq in members:
             seq.in_step = True
         core.steps[kind] = order

@@ -27,6 +27,7 @@ from kvlease.runtime.loader import submit
 from kvlease.runtime.mailbox import Mailbox
 from kvlease.runtime.messages import PrefetchResult, StepKind, StepOrder
 from kvlease.runtime.replies import Reply
+from kvlease.runtime.request import Request
 from kvlease.runtime.sequence import Phase, Sequence
 from kvlease.runtime.stalls import StallBook
 from kvlease.runtime.transfer import Transfer
@@ -69,6 +70,8 @@ class EngineCore:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         """In the order of admission: the newest, which is preempted first, stands last."""
+        self.unsaid: list[Request] = []
+        """Those with published tokens that their callers have not got yet."""
         self.steps: dict[StepKind, StepOrder | None] = {"prefill": None, "decode": None}
         self.transfers: dict[PlannedTransfer, Transfer] = {}
         self.planned: dict[TransferId, PlannedTransfer] = {}
@@ -117,6 +120,13 @@ class EngineCore:
         """Return a new step id."""
         self._last_step += 1
         return StepId(self._last_step)
+
+    def hand_over(self) -> None:
+        """Give callers the tokens that were published for them."""
+        now = self.clock.now()
+        for request in self.unsaid:
+            request.hand_over(now)
+        self.unsaid.clear()
 
     def in_phase(self, phase: Phase) -> list[Sequence]:
         """Running sequences of one phase that are in no step, oldest admission first."""

@@ -15,6 +15,7 @@ def end_request(
     """Make a request terminal and write that; only the first end counts."""
     if request.ended.is_set():
         return
+    request.hand_over(core.clock.now())
     request.end(reason, error)
     core.figures.note_end(request, reason)
     if not core.sink.normal:

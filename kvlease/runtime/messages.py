@@ -4,6 +4,7 @@ Requests are imperative, facts are past participles. All travel through typed ma
 process; a message that carries leases moves them to the receiver.
 """
 
+from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 from attrs import define, frozen
@@ -142,10 +143,19 @@ class StepOrder:
     lease: StepLease
     keeps: tuple[KeepTail, ...]
     started_s: float
+    on_launch: Callable[[], None]
+    """What has waited for its launch: callers' time, for example, holds nobody up then."""
+    is_launched: bool = False
+    """Whether all its work is in the stream's order."""
     is_settled: bool = False
     """Whether its device work has ended; until then it blocks the reuse of pages it may read."""
     is_spoiled: bool = False
     """Whether a page that it reads was found changed meanwhile: it must publish nothing."""
+
+    def launched(self) -> None:
+        """Hear that all its work is in the stream's order."""
+        self.is_launched = True
+        self.on_launch()
 
     @property
     def kind(self) -> str:

@@ -84,12 +84,14 @@ class Request:
     result: GenerateResult | None = field(init=False, default=None)
     error: KVLeaseError | None = field(init=False, default=None)
     output: list[TokenEvent] = field(init=False, factory=list)
+    num_handed_over: int = field(init=False, default=0)
     first_token_s: float | None = field(init=False, default=None)
     last_token_s: float | None = field(init=False, default=None)
     hit_device: int = field(init=False, default=0)
     hit_host: int = field(init=False, default=0)
     recomputed: int = field(init=False, default=0)
     is_admitted: bool = field(init=False, default=False)
+    _sampling: Sampling | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
         """Open the outbox; it never blocks the scheduler, max_tokens bounds it."""
@@ -106,15 +108,21 @@ class Request:
         tokens.frombytes(self.prompt)
         return tokens
 
-    def publish(self, events: tuple[TokenEvent, ...], now_s: float) -> None:
-        """Hand a step's tokens to the caller; a caller that has gone is no error.
+    def publish(self, events: tuple[TokenEvent, ...]) -> None:
+        """Add a step's tokens to the answer; `hand_over` gives them to the caller.
 
         Nothing is added to a request that has ended: an engine that is closed ends its requests
         while their last steps still run.
         """
-        if self.ended.is_set():
+        if not self.ended.is_set():
+            self.output.extend(events)
+
+    def hand_over(self, now_s: float) -> None:
+        """Give the caller the published tokens that he lacks; that he has gone is no error."""
+        if self.num_handed_over == len(self.output):
             return
-        self.output.extend(events)
+        events = tuple(self.output[self.num_handed_over :])
+        self.num_handed_over = len(self.output)
         if self.first_token_s is None:
             self.first_token_s = now_s
         self.last_token_s = now_s
@@ -167,11 +175,15 @@ class Request:
 
     def sampling(self, eos: frozenset[int]) -> Sampling:
         """Return how to draw the next token, given how many are out."""
+        if len(self.output) >= self.params.min_tokens:
+            if self._sampling is None:
+                self._sampling = self._draw(())
+            return self._sampling
+        stops = self.params.stop_tokens
+        return self._draw(tuple(sorted(stops if self.params.ignore_eos else stops | eos)))
+
+    def _draw(self, banned: tuple[int, ...]) -> Sampling:
         p = self.params
-        stops = p.stop_tokens if p.ignore_eos else p.stop_tokens | eos
-        banned: tuple[int, ...] = ()
-        if len(self.output) < p.min_tokens:
-            banned = tuple(sorted(stops))
         return Sampling(p.temperature, p.top_k, p.top_p, p.seed, banned, p.logprobs)
 
     def finish_reason(self, token: int, num_output: int, eos: frozenset[int]) -> str | None:

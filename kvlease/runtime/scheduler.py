@@ -102,6 +102,7 @@ class Scheduler(Actor[SchedulerMessage]):
             self._expire()
             self._duties.tidy()
             self.plan()
+            self._hand_over()
         except (UsageError, InternalError, AssertionError):
             raise
         except Exception as error:
@@ -109,6 +110,16 @@ class Scheduler(Actor[SchedulerMessage]):
                 f"the scheduler failed in the middle of its work: {error!r}; its books may be half"
                 " written, so the engine ends"
             ) from error
+
+    def _hand_over(self) -> None:
+        """Give callers their tokens: behind the launch of the decode step that is about to run.
+
+        What callers do takes this thread's time, and a device would stand still for as long. The
+        step is launched at once, unless a prefill step is being launched before it.
+        """
+        decode = self._core.steps["decode"]
+        if decode is None or decode.is_launched or self._core.steps["prefill"] is not None:
+            self._core.hand_over()
 
     def _apply_unread(self) -> None:
         """Apply all that has come meanwhile, so that one plan serves a burst of messages."""

@@ -123,8 +123,9 @@ class Settlement:
             reason = request.finish_reason(one.token, index, eos)
             if reason is not None:
                 break
-        seq.tokens.extend(event.token for event in events)
-        request.publish(tuple(events), core.clock.now())
+        seq.tokens.extend([event.token for event in events])
+        request.publish(tuple(events))
+        core.unsaid.append(request)
         return reason
 
     def _seal(self, seq: Sequence, keep: KeepTail | None) -> None:

@@ -73,7 +73,10 @@ class StepWorker(Actor[StepOrder]):
                 for k in order.keeps
             ]
             scope.launch(partial(self._pool.keep_tails, keeps))
-        await scope.record().wait_done()
+        record = scope.record()
+        await record.wait_recorded()
+        order.launched()
+        await record.wait_done()
         await order.lease.verify()
         _conclude(order.lease.checks)
         tokens = tuple(tuple(drawn) for drawn in result.tokens())
