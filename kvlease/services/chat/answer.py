@@ -67,10 +67,11 @@ class AnswerReader:
 
     def finish(self) -> list[AnswerEvent]:
         """Return what the answer's end adds."""
-        events: list[AnswerEvent] = []
-        if self._stops.found is None:
-            events += self._read(self._stops.feed(self._detokenizer.finish()))
-        events += self._read(self._stops.finish())
+        events = self._read(self._stops.finish())
+        # Half a character would make a call wrong that the answer's end has only cut off.
+        is_call = self._parser is not None and self._parser.ends_in_markup()
+        if self._stops.found is None and not is_call:
+            events += self._read(self._detokenizer.finish())
         if self._thought is not None:
             events += self._reason(self._thought.finish())
         if self._parser is not None and self.error is None:

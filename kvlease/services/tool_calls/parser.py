@@ -79,6 +79,16 @@ class ToolCallParser:
         """Whether an error was found; nothing more will be said."""
         return self._state == self._failed
 
+    def ends_in_markup(self) -> bool:
+        """Return whether an answer that ends here is cut inside of a block that is meant.
+
+        Two characters of the mark begin one.
+        """
+        if self._state != self._text or DSML[:2] not in self._rest:
+            return self._state != self._text
+        self._quotes.feed(self._rest.partition("<")[0])
+        return not self._quotes.quotes_next()
+
     def feed(self, text: str) -> list[ParserEvent]:
         """Return what the next piece of the answer adds."""
         buffer, place = self._rest + text, 0
@@ -100,12 +110,11 @@ class ToolCallParser:
 
     def finish(self) -> list[ParserEvent]:
         """Return what the end of the answer adds: held text, or an error inside of markup."""
-        is_text = self._state == self._text
-        if is_text and DSML[:2] not in self._rest:
+        if not self.ends_in_markup():
             if self._rest:
                 self._out.append(Text(self._rest))
         elif not self.has_failed:
-            self._raw = [*([] if is_text else self._raw), self._rest]
+            self._raw = [*([] if self._state == self._text else self._raw), self._rest]
             self._fail("truncated", "the answer ends inside of tool-call markup")
         self._rest = ""
         self._state = self._failed
