@@ -2,6 +2,7 @@
 
 import math
 import threading
+from functools import partial
 
 import pytest
 import trio
@@ -9,6 +10,7 @@ import trio
 from kvlease.errors import ConfigError, PromptError
 from kvlease.protocols.config import EngineConfig, SamplingParams
 from kvlease.protocols.ports import CopyOrder
+from kvlease.runtime import streams
 from kvlease.runtime.assembly import EnginePorts
 from kvlease.runtime.engine import open_engine
 from tests.runtime.toy import FaultyCopier, answer, prompt_of, toy_config, toy_model
@@ -40,8 +42,12 @@ def test_a_wait_without_end_is_refused(name: str, seconds: float) -> None:
         EngineConfig(**{name: seconds})  # type: ignore[arg-type]
 
 
-async def test_a_users_own_error_is_not_buried_when_a_copy_never_returns() -> None:
+async def test_a_users_own_error_is_not_buried_when_a_copy_never_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The block's error comes out as itself; the thread that was left behind is its note."""
+    hasty = partial(streams.open_cpu_stream, close_timeout_s=0.2)
+    monkeypatch.setattr(streams, "open_cpu_stream", hasty)
     go = threading.Event()
 
     def hang(order: CopyOrder) -> int | None:
