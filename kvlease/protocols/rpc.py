@@ -288,8 +288,8 @@ class TenantCounts(msgspec.Struct, frozen=True, gc=False):
 class ServerStatistics(msgspec.Struct, frozen=True, gc=False):
     """Counters so far, gauges now.
 
-    ``engine`` and ``doors`` are counters by name; ``refused`` counts by code; ``ledger_error`` is
-    the sentence about pages that do not add up.
+    ``engine`` and ``doors`` are counters by name; ``refused`` counts by code, ``tool_call_errors``
+    malformed calls by reason; ``ledger_error`` is the sentence about pages that do not add up.
     """
 
     uptime_s: float
@@ -304,6 +304,7 @@ class ServerStatistics(msgspec.Struct, frozen=True, gc=False):
     tenants: dict[str, TenantCounts]
     ledger_ok: bool
     ledger_error: str | None = None
+    tool_call_errors: dict[str, int] = msgspec.field(default_factory=dict[str, int])
 
 
 class StatisticsAre(Message, tag=45, frozen=True, gc=False):

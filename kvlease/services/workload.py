@@ -8,7 +8,6 @@ and private histories that are set aside while a tool runs. This module knows no
 
 import json
 import random
-import re
 from collections.abc import Iterator
 
 from attrs import frozen
@@ -16,6 +15,10 @@ from attrs import frozen
 from kvlease.errors import ConfigError
 from kvlease.protocols.config import SamplingParams
 from kvlease.services.sessions import Session, Tokens, Turn, pack
+from kvlease.services.tool_calls.events import CallError
+from kvlease.services.tool_calls.markup import DSML
+from kvlease.services.tool_calls.parser import ToolCallParser
+from kvlease.services.tool_calls.tools import Toolbox, ToolSpec
 
 _TOOLS = (
     ("read_file", "Return the text of a file between two lines.", ("path", "first", "last")),
@@ -39,7 +42,8 @@ _WORDS = (
     "signal", "timer", "ledger", "quota", "shard", "replica", "schema", "column", "filter",
 )
 # fmt: on
-_MARKUP = re.compile(rb"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_MARK = DSML[:2].encode()
+"""What every tag of tool-call markup begins with; answers that have none are not read."""
 
 
 @frozen
@@ -87,6 +91,12 @@ def encode_bytes(text: str, vocab_size: int) -> Tokens:
     return pack(byte % vocab_size for byte in text.encode())
 
 
+def _tool_name(number: int) -> str:
+    """Name a tool of the prompt; those behind the first few are versions of them."""
+    version = number // len(_TOOLS) + 1
+    return _TOOLS[number % len(_TOOLS)][0] + (f"_v{version}" if version > 1 else "")
+
+
 def system_prompt(length: int) -> str:
     """Return the shared prompt: rules, then tool descriptions, repeated with numbers to length."""
     parts = ["<system>You are a careful engineer with tools.\n"]
@@ -94,10 +104,9 @@ def system_prompt(length: int) -> str:
     size = sum(map(len, parts))
     number = 0
     while size < length:
-        name, purpose, arguments = _TOOLS[number % len(_TOOLS)]
-        suffix = "" if number < len(_TOOLS) else f"_v{number // len(_TOOLS) + 1}"
+        _, purpose, arguments = _TOOLS[number % len(_TOOLS)]
         tool = {
-            "name": name + suffix,
+            "name": _tool_name(number),
             "description": purpose,
             "parameters": {argument: {"type": "string"} for argument in arguments},
         }
@@ -155,14 +164,9 @@ def tool_agent_sessions(
 
 
 def has_markup_error(answer: bytes) -> bool:
-    """Tell whether an answer's tool-call markup leaks: a tag without its pair, or broken JSON."""
-    calls: list[bytes] = _MARKUP.findall(answer)
-    rest = _MARKUP.sub(b"", answer)
-    if b"<tool_call>" in rest or b"</tool_call>" in rest:
-        return True
-    for call in calls:
-        try:
-            json.loads(call)
-        except ValueError:
-            return True
-    return False
+    """Tell whether an answer's tool-call markup is malformed, or calls a tool that is not there."""
+    if _MARK not in answer:
+        return False
+    parser = ToolCallParser(Toolbox(ToolSpec(_tool_name(number)) for number in range(100)))
+    events = parser.feed(answer.decode(errors="replace")) + parser.finish()
+    return any(isinstance(event, CallError) for event in events)

@@ -56,7 +56,7 @@ async def test_the_dashboard_shows_figures_that_exist() -> None:
     log = EventLog(level="off")
     async with open_engine(None, EngineConfig(compute="none"), log=log) as engine:
         service = Service(engine, Tenants(), Limits(), log)
-        told = metrics_of(service, {})().decode()
+        told = metrics_of(service)().decode()
     log.close()
     types = dict(re.findall(r"^# TYPE (\w+) (\w+)$", told, re.MULTILINE))
     unknown = {n for n in asked if n not in types and n.removesuffix("_bucket") not in types}

@@ -161,7 +161,7 @@ async def test_a_garbled_call_is_an_error_and_in_the_log(
         assert (event.reason, event.request) == (reason, 1)
         assert event.raw
         assert script.startswith(event.raw)
-        assert server.context.tool_call_errors == {reason: 1}
+        assert server.service.statistics().tool_call_errors == {reason: 1}
         (call,) = [e for e in server.events if isinstance(e, RpcCall)]
         assert (call.code, call.method, call.request) == ("failed", "chat", 1)
 

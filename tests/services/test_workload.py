@@ -6,6 +6,7 @@ import pytest
 
 from kvlease.errors import ConfigError
 from kvlease.services.sessions import num_tokens, pack, unpack
+from kvlease.services.tool_calls.markup import Call, write_block
 from kvlease.services.workload import (
     WorkloadShape,
     encode_bytes,
@@ -75,15 +76,20 @@ def test_sizes_that_make_no_session_are_refused(shape: dict[str, int], word: str
         WorkloadShape(**shape)  # type: ignore[arg-type]  # wrong on purpose, by value
 
 
+CALL = b"So: " + write_block([Call("search", '{"limit": {"most": 3}}')]).encode()
+
+
 @pytest.mark.parametrize(
     ("answer", "wrong"),
     [
         (b"plain text", False),
-        (b'<tool_call>{"name": "search"}</tool_call>', False),
-        (b'<tool_call>{"name": "search"', True),
-        (b"</tool_call> and more", True),
-        (b"<tool_call>{name}</tool_call>", True),
+        (CALL, False),
+        (CALL[:-30], True),
+        (CALL[40:], True),
+        (CALL.replace(b"{", b"["), True),
+        (CALL.replace(b"search", b"search_v3"), False),
+        (CALL.replace(b"search", b"serach"), True),
     ],
 )
-def test_leaking_markup_is_seen(answer: bytes, wrong: bool) -> None:
+def test_malformed_markup_is_seen(answer: bytes, wrong: bool) -> None:
     assert has_markup_error(answer) is wrong

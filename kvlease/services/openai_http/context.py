@@ -1,7 +1,6 @@
 """What all requests of the door share: the service, the encoder, the clients that are there."""
 
 import time
-from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import final
@@ -34,7 +33,6 @@ class Context:
         """Borrows all three."""
         self.service = service
         self.encoder = encoder
-        self.tool_call_errors: Counter[str] = Counter()
         self.started = int(time.time())
         self._log = log
         self._clients: dict[tuple[str, str], tuple[Client, int]] = {}
@@ -91,7 +89,7 @@ class Context:
     def note_malformed(self, error: MalformedCall, request: int) -> None:
         """Count a malformed call and write it to the log, with what the model wrote."""
         found = error.error
-        self.tool_call_errors[found.reason] += 1
+        self.service.tool_call_errors[found.reason] += 1
         if self._log.normal:
             self._log.emit(
                 RequestToolCallError(

@@ -164,8 +164,7 @@ class HttpDoor:
 
     async def run(self) -> None:
         """Serve until the service has drained, or until cancelled. Checkpoints: always."""
-        metrics = metrics_of(self.context.service, self.context.tool_call_errors)
-        await self.serve(Edge(make_app(self.context, metrics)))
+        await self.serve(Edge(make_app(self.context, metrics_of(self.context.service))))
 
     async def serve(self, app: ASGIApp) -> None:
         """Serve an application, until the same; the listener is closed when it returns."""

@@ -59,10 +59,9 @@ _STATES = ("free", "reserved", "held", "sealed", "quarantined")
 class ServiceCollector(Collector):
     """Reads one service; asked on the Trio thread."""
 
-    def __init__(self, service: Service, tool_call_errors: Mapping[str, int]) -> None:
-        """Borrows both."""
+    def __init__(self, service: Service) -> None:
+        """Borrows the service."""
         self._service = service
-        self._tool_call_errors = tool_call_errors
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family there is."""
@@ -106,7 +105,7 @@ class ServiceCollector(Collector):
         ended = self._service.engine.figures.ended
         yield _by_label("requests_ended", "Requests by how they ended", "reason", ended)
         yield _by_label("refused", "Calls that were turned away or failed", "code", now.refused)
-        errors = self._tool_call_errors
+        errors = now.tool_call_errors
         yield _by_label("tool_call_errors", "Malformed tool calls", "reason", errors)
         yield _by_label("door_events", "Clients and calls of each door", "event", now.doors)
 
@@ -175,10 +174,10 @@ def _histogram(name: str, text: str, samples: Histogram) -> Metric:
     return HistogramMetricFamily(f"kvlease_{name}", text, buckets, samples.sum)
 
 
-def metrics_of(service: Service, tool_call_errors: Mapping[str, int]) -> Callable[[], bytes]:
+def metrics_of(service: Service) -> Callable[[], bytes]:
     """Return what renders a service's figures, from a registry of its own."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(ServiceCollector(service, tool_call_errors))
+    registry.register(ServiceCollector(service))
 
     def render() -> bytes:
         return generate_latest(registry)

@@ -92,6 +92,8 @@ class Service:
         self.clients: set[Client] = set()
         self.refused: Counter[str] = Counter()
         self.doors: Counter[str] = Counter()
+        self.tool_call_errors: Counter[str] = Counter()
+        """Answers whose tool calls were malformed, by reason."""
         self.incarnation = secrets.token_hex(8)
         self._log = log
         self._started_s = trio.current_time()
@@ -388,6 +390,7 @@ class Service:
             engine=asdict(now.counters),
             doors=dict(self.doors),
             refused=dict(self.refused),
+            tool_call_errors=dict(self.tool_call_errors),
             pools=pools,
             tenants=tenants,
             ledger_ok=now.ledger_ok,
