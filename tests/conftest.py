@@ -2,7 +2,7 @@
 
 import os
 import random
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -31,6 +31,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files of long tests: one that begins last leaves other cores without work."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests counted: states of the worlds explored, schedules that a bug stayed hidden.
+
+    Here, as the process that prints runs no test, and reads no other conftest, on several cores.
+    """
+    passed = cast("list[pytest.TestReport]", terminalreporter.stats.get("passed", []))
+    lines = [value for test in passed for name, value in test.user_properties if name == "counted"]
+    if lines:
+        terminalreporter.section("counted")
+        for line in lines:
+            terminalreporter.write_line(str(line))
 
 
 @pytest.fixture

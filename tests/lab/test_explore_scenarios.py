@@ -23,6 +23,7 @@ from kvlease.units import RequestId
 from tests.conftest import ExploreSchedules
 
 Plant = Callable[[pytest.MonkeyPatch], None]
+Recorder = Callable[[str, object], None]
 
 
 def free_without_blockers(patch: pytest.MonkeyPatch) -> None:
@@ -118,7 +119,7 @@ def test_the_runtime_stands_every_schedule(name: str, explore_schedules: Explore
 
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_guard_that_is_taken_away_is_missed(
-    name: str, monkeypatch: pytest.MonkeyPatch, is_full: bool, capsys: pytest.CaptureFixture[str]
+    name: str, monkeypatch: pytest.MonkeyPatch, is_full: bool, record_property: Recorder
 ) -> None:
     """Issue 3: a planted bug is found within 2,000 schedules, and its failure replays."""
     scenario, plant, is_quick = PLANTS[name]
@@ -126,8 +127,7 @@ def test_a_guard_that_is_taken_away_is_missed(
         pytest.skip("needs some hundred schedules; run with --full")
     plant(monkeypatch)
     found = explore(SCENARIOS[scenario], seeds=range(2000), shrink_runs=300 if is_full else 20)
-    with capsys.disabled():
-        print(f"\n{name}: found by {scenario} after {found.schedules} schedules")
+    record_property("counted", f"{name}: found by {scenario} after {found.schedules} schedules")
     (failure,) = found.failures
     assert failure.replays
     again = run_once(SCENARIOS[scenario], failure.seed, Replay(failure.choices))
