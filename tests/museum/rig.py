@@ -26,7 +26,7 @@ from kvlease.protocols.geometries import (
     mla_indexer_schema,
 )
 from kvlease.protocols.schema import Schema
-from kvlease.runtime.core import _empty_layers
+from kvlease.runtime.core import empty_layers
 from kvlease.runtime.event_log import EventLog
 from kvlease.runtime.transfer import Transfer
 from kvlease.runtime.transfer_plan import TransferPlan
@@ -153,7 +153,9 @@ class Bench:
             self.schema.num_layers,
             deadline_s,
             "bench",
-            empty_layers=_empty_layers(self.schema, planned),
+            empty_layers=_empty_layers(
+                self.schema, spans=bool(planned.source), tails=bool(planned.tails)
+            ),
         )
         planned.carrier = Transfer(plan)
         return planned.carrier
