@@ -109,11 +109,10 @@ class Batching:
         return order
 
     def _input(self, part: _Part) -> SequenceInput:
-        seq = part.seq
-        end = seq.num_computed + 1 if seq.phase is Phase.DECODE else part.end
+        seq, start = part.seq, part.seq.num_computed
+        end = start + 1 if seq.phase is Phase.DECODE else part.end
         sample = seq.request.sampling(self._core.model.eos_tokens) if part.samples else None
-        tokens = seq.tokens[seq.num_computed : end]
-        return SequenceInput(seq.request.id, seq.num_computed, tokens, sample, part.may_produce)
+        return SequenceInput(seq.request.id, start, seq.tokens[start:end], sample, part.may_produce)
 
     def _keeps(self, parts: list[_Part]) -> tuple[KeepTail, ...]:
         """Take a tail slot for every member whose step ends at a boundary worth keeping.

@@ -79,7 +79,7 @@ class EngineCore:
         self.loader: Mailbox[Transfer] | None = None
         self._last_step = 0
         self._empty_layers = {
-            (spans, tails): _empty_layers(pool.schema, spans=spans, tails=tails)
+            (spans, tails): empty_layers(pool.schema, spans=spans, tails=tails)
             for spans in (False, True)
             for tails in (False, True)
         }
@@ -164,8 +164,8 @@ class _Ends:
         self._pool.transfers.settled(self._planned)
 
 
-def _empty_layers(schema: Schema, *, spans: bool, tails: bool) -> frozenset[int]:
-    """Layers without bytes of a transfer by the schema, not by what happens to be planned."""
+def empty_layers(schema: Schema, *, spans: bool, tails: bool) -> frozenset[int]:
+    """Return a transfer's layers without bytes by the schema, not by what happens to be planned."""
     return frozenset(layer.id for layer in schema.layers).difference(
         layer for layer, _ in schema.parts(spans=spans, tails=tails)
     )

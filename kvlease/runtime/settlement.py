@@ -97,15 +97,15 @@ class Settlement:
     ) -> None:
         """Count what a step computed, seal it, and end the sequence if it is complete."""
         before = seq.num_computed
-        seq.num_computed += computed
-        if seq.num_computed > seq.recompute_below:
+        seq.num_computed = now = before + computed
+        if now > seq.recompute_below:
             seq.num_restarts = 0  # new ground: what failed before is over
-        again = min(seq.num_computed, seq.recompute_below) - before
-        if again > 0:
-            seq.request.recomputed += again
+        if before < seq.recompute_below:
+            seq.request.recomputed += min(now, seq.recompute_below) - before
         held = seq.require_held()
-        held.lease.commit(seq.num_computed)
-        self._seal(seq, keep)
+        held.lease.commit(now)
+        if keep is not None or now // seq.page_tokens > held.lease.sealed:
+            self._seal(seq, keep)
         if seq.ending is not None or reason is not None:
             self.retire(seq, reason)
         elif held.unstored_pages >= STORE_PAGES:

@@ -153,7 +153,7 @@ class Bench:
             self.schema.num_layers,
             deadline_s,
             "bench",
-            empty_layers=_empty_layers(
+            empty_layers=empty_layers(
                 self.schema, spans=bool(planned.source), tails=bool(planned.tails)
             ),
         )
