@@ -8,6 +8,7 @@ import random
 import time
 from pathlib import Path
 
+import pytest
 import trio
 
 from kvlease.services.tool_calls.markup import SEPARATOR, Call, write_block
@@ -92,6 +93,7 @@ async def worker(server: Server, seed: int, until_s: float, seen: list[int]) -> 
                 assert got.json()["error"]["message"], body
 
 
+@pytest.mark.slow
 async def test_bodies_that_nobody_means(fuzz_seconds: float) -> None:
     """CI runs it for --fuzz-seconds 60."""
     garbled = [SEPARATOR + write_block([Call("f", '{"a": 1}')])[:cut] for cut in range(0, 90, 3)]

@@ -123,6 +123,7 @@ async def vandal(server: Server, rng: random.Random) -> int:
     return sent
 
 
+@pytest.mark.slow
 async def test_garbage_ends_its_own_connection_and_nothing_else(fuzz_seconds: float) -> None:
     """CI runs it for --fuzz-seconds 60. A well-behaved client is served all the time."""
     seed = time.time_ns()

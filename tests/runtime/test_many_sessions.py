@@ -27,6 +27,7 @@ TURNS = 3
 PARAMS = SamplingParams(max_tokens=10, ignore_eos=True)
 
 
+@pytest.mark.slow
 async def test_sessions_with_restores_and_jitter(
     num_sessions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ def answer_of(num_output: int) -> "object":
     return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_roomy", [False, True])
 async def test_hits_equal_the_simulation(is_roomy: bool, is_full: bool) -> None:
     """If one request differs, the index matches, stamps or evicts otherwise than defined."""
