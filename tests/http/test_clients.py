@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlease.protocols.events import RpcCall
+from kvlease.services.openai_http import server as http_server
 from tests.http.rig import ENDLESS, MODEL, Server, open_server, user
 from tests.rpc.rig import until
 
@@ -85,12 +86,31 @@ async def test_a_client_that_takes_nothing_ends_within_the_limit_and_delays_nobo
         sock.close()
 
 
+async def test_a_client_that_takes_nothing_cannot_hold_a_drain_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its answer is cut in time, although what is being written to it cannot be cancelled."""
+    monkeypatch.setattr(http_server, "SEND_BUFFER", 1 << 12)
+    monkeypatch.setattr(http_server, "CLOSE_S", 0.3)
+    async with open_server(ENDLESS * 20_000, drain_timeout_s=0.2) as server:
+        plain = socket.socket()
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        sock = trio.socket.from_stdlib_socket(plain)
+        await sock.connect(("127.0.0.1", server.port))
+        await sock.send(asks(300, logprobs=True, top_logprobs=2))
+        await until(lambda: server.model.num_drawn == 300)
+        await trio.sleep(0.1)  # for what was drawn to be in the way of what has to be said
+        with trio.fail_after(10):
+            assert (await server.service.drain()).cut == 1
+        sock.close()
+
+
 async def test_a_stream_of_http2_that_stands_still_holds_nothing_and_loses_nothing() -> None:
     """Flow control is the client's: who opens no window would be a client for ever."""
     async with open_server(ENDLESS, slow_reader_timeout_s=0.5) as server:
         client = h2.connection.H2Connection()
         client.initiate_connection()
-        body = asks(1000, logprobs=True, top_logprobs=2).partition(b"\r\n\r\n")[2]
+        body = asks(400, logprobs=True, top_logprobs=2).partition(b"\r\n\r\n")[2]
         head = [(":method", "POST"), (":path", "/v1/chat/completions"), (":scheme", "http")]
         client.send_headers(1, [*head, (":authority", "x")])
         client.send_data(1, body, end_stream=True)
@@ -137,6 +157,19 @@ async def test_half_open_connections_end_within_their_limits(sent: bytes) -> Non
             async for _ in stream:
                 pass
         assert server.service.num_streams == 0
+        await stream.aclose()
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_a_client_that_wants_no_other_answer_sees_the_end(is_streamed: bool) -> None:
+    async with open_server("Hi.") as server:
+        stream = await trio.open_tcp_stream("127.0.0.1", server.port)
+        whole = asks(9, stream=is_streamed)
+        await stream.send_all(whole.replace(b"Host: x", b"Host: x\r\nConnection: close"))
+        with trio.fail_after(5):
+            got = b"".join([piece async for piece in stream])
+        assert got.startswith(b"HTTP/1.1 200")
+        assert b"[DONE]" in got or not is_streamed
         await stream.aclose()
 
 
@@ -207,7 +240,7 @@ PIECES = st.one_of(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.lists(PIECES, max_size=6))
 async def test_whatever_is_sent_the_next_client_is_served(pieces: list[bytes]) -> None:
     async with (

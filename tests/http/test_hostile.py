@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,7 @@ import trio
 
 from tests.http.rig import ENDLESS, Server, open_server
 from tests.http.test_clients import asks
+from tests.rpc.rig import until
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + h2.SettingsFrame(0).serialize()
 UPGRADE = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: "
@@ -153,3 +155,24 @@ async def test_a_body_that_nobody_wants_is_read_and_its_connection_lives(path: s
         assert b"invalid_request_error" in got
         await stream.aclose()
     assert not server.service.refused["protocol"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/nowhere", "/v1/chat/completions"])
+async def test_who_leaves_no_window_and_goes_leaves_nothing_behind(path: str) -> None:
+    """An answer that can never be sent would hold its connection, and its file, for ever."""
+    async with open_server(slow_reader_timeout_s=0.3) as server:
+        before = len(os.listdir("/proc/self/fd"))
+        no_window = h2.SettingsFrame(0, settings={4: 0}).serialize()
+        method = {":method": "GET" if path == "/health" else "POST"}
+        for leaves in (True, False):
+            stream = await trio.open_tcp_stream("127.0.0.1", server.port)
+            await stream.send_all(PREFACE + bytes(no_window))
+            await stream.send_all(head({**POST, **method, ":path": path}))
+            await trio.sleep(0.1)
+            if leaves:
+                await trio.aclose_forcefully(stream)
+            else:
+                await until(lambda: not server.service.clients)
+                await trio.sleep(0.5)
+                await trio.aclose_forcefully(stream)
+        await until(lambda: len(os.listdir("/proc/self/fd")) <= before)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias, final
 
 import msgspec
@@ -14,7 +13,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvlease.errors import KVLeaseError, Refused
-from kvlease.runtime.nurseries import open_flat_nursery
 from kvlease.services.openai_http.channel import Channel, Gone
 from kvlease.services.openai_http.context import DOOR, Context
 from kvlease.services.openai_http.endpoints import Generation, Job, chat, completions
@@ -82,21 +80,10 @@ class Generating:
         except KVLeaseError as error:
             await self._turn_away(channel, error, client.tenant, client)
             return
-        async with open_flat_nursery() as nursery:
-            # A client that goes away, or takes nothing, takes its request with it.
-            nursery.start_soon(_end_when, channel.wait_gone, nursery.cancel_scope)
-            stuck = partial(channel.wait_stuck, limits.slow_reader_timeout_s)
-            nursery.start_soon(_end_when, stuck, nursery.cancel_scope)
-            try:
-                await Generation(context, client, channel, job).run()
-            except KVLeaseError as error:
-                await channel.fail(http_error(error))
-            nursery.cancel_scope.cancel()
-
-
-async def _end_when(gone: Callable[[], Awaitable[None]], scope: trio.CancelScope) -> None:
-    await gone()
-    scope.cancel()
+        try:
+            await Generation(context, client, channel, job).run()
+        except KVLeaseError as error:
+            await channel.fail(http_error(error))
 
 
 def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

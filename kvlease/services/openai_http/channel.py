@@ -34,7 +34,6 @@ class Channel:
         self._lock = trio.Lock()
         self.has_begun = False
         self._is_whole = False
-        self._writing_since_s: float | None = None
 
     @property
     def peer(self) -> str:
@@ -80,25 +79,6 @@ class Channel:
         piece: bytes = message.get("body", b"")
         return piece
 
-    async def wait_gone(self) -> None:
-        """Return when the client has gone; the body has been read before.
-
-        Checkpoints: always.
-        """
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-
-    async def wait_stuck(self, limit_s: float) -> None:
-        """Return when the client has taken longer than that for one piece of the answer.
-
-        Over HTTP/2 a stream can stand still on a connection that is alive. Checkpoints: always.
-        """
-        while True:
-            await trio.sleep(limit_s / 4)
-            since_s = self._writing_since_s
-            if since_s is not None and trio.current_time() - since_s > limit_s:
-                return
-
     async def begin_events(self) -> None:
         """Begin to answer with a stream of events, unless that has begun."""
         async with self._lock:
@@ -127,12 +107,7 @@ class Channel:
         await self._send_body(data, is_last=True)
 
     async def _send_body(self, data: bytes, *, is_last: bool) -> None:
-        self._writing_since_s = trio.current_time()
-        try:
-            message = {"type": "http.response.body", "body": data, "more_body": not is_last}
-            await self._send(message)
-        finally:
-            self._writing_since_s = None
+        await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
     async def reply(
         self, data: bytes, *, status: int = 200, headers: Sequence[Header] = ()

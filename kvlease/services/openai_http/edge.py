@@ -1,7 +1,9 @@
 """What holds for every request of the door, whichever endpoint it is for.
 
-Headers have a bound, and a request that is answered before its body has come is read to its end
-first. Knows ASGI's messages and no protocol above them.
+Headers have a bound; a request that is answered before its body has come is read to its end first;
+and a client that has gone, or takes nothing, takes its request with it. hypercorn alone would wait
+for ever to send what a client of HTTP/2 has left no window for. Knows ASGI's messages and no
+protocol above them.
 """
 
 from typing import final
@@ -10,62 +12,103 @@ import msgspec
 import trio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvlease.runtime.nurseries import open_flat_nursery
 from kvlease.services.openai_http.replies import ErrorBody, ErrorReply
 
 MAX_HEADER_BYTES = 16_384
 LINGER_S = 2.0
 """How long a body that nobody wants is still read, so that its sender hears why."""
+TOO_SLOW = 408
+"""The status of a body that has had its time."""
+ENDING_S = 1.0
+"""How long an answer's last piece may still take when its client is told to have gone."""
 
 
 @final
 class Edge:
     """An application inside the bounds of the door."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        """Borrows the application."""
+    def __init__(self, app: ASGIApp, patience_s: float) -> None:
+        """Borrows the application; a client may take so long for one piece of an answer."""
         self._app = app
+        self._patience_s = patience_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Checkpoints: always."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        body = _Body(receive)
-
-        async def answer(message: Message) -> None:
-            if message["type"] == "http.response.start" and not await body.is_taken():
-                message["headers"] = [*message["headers"], (b"connection", b"close")]
-            await send(message)
-
-        if _header_bytes(scope) > MAX_HEADER_BYTES:
-            await _refuse_headers(answer)
-        else:
-            await self._app(scope, body.receive, answer)
+        exchange = _Exchange(receive, send)
+        async with open_flat_nursery() as nursery:
+            nursery.start_soon(exchange.cancel_when_gone, nursery.cancel_scope)
+            nursery.start_soon(exchange.cancel_when_stuck, self._patience_s, nursery.cancel_scope)
+            if scope["type"] == "http" and _header_bytes(scope) > MAX_HEADER_BYTES:
+                await _refuse_headers(exchange.send)
+            else:
+                await self._app(scope, exchange.receive, exchange.send)
+            nursery.cancel_scope.cancel()
 
 
 @final
-class _Body:
-    """What is still to come of a request."""
+class _Exchange:
+    """A request as it comes, and its answer as it goes."""
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, send: Send) -> None:
         self._receive = receive
-        self._is_whole = False
+        self._send = send
+        self._is_whole = trio.Event()
+        self._is_gone = self._is_ending = False
+        self._writing_since_s: float | None = None
 
     async def receive(self) -> Message:
+        """Return what comes next; once the request is whole there is nothing more."""
+        if self._is_whole.is_set():
+            await trio.sleep_forever()
         message = await self._receive()
-        if message["type"] == "http.disconnect" or not message.get("more_body", False):
-            self._is_whole = True
+        self._is_gone = message["type"].endswith(".disconnect")
+        if not message.get("more_body", False):
+            self._is_whole.set()
         return message
 
-    async def is_taken(self) -> bool:
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            if message["status"] == TOO_SLOW or not await self._take_body():
+                message["headers"] = [*message["headers"], (b"connection", b"close")]
+        elif message["type"] == "http.response.body":
+            self._is_ending = not message.get("more_body", False)
+        self._writing_since_s = trio.current_time()
+        try:
+            await self._send(message)
+        finally:
+            self._writing_since_s = None
+
+    async def _take_body(self) -> bool:
         """Read what is left and drop it, for a while; returns whether all of it came.
 
         A client that is still sending would otherwise see a broken connection and no answer.
         """
         with trio.move_on_after(LINGER_S):
-            while not self._is_whole:
+            while not self._is_whole.is_set():
                 await self.receive()
-        return self._is_whole
+        return self._is_whole.is_set()
+
+    async def cancel_when_gone(self, scope: trio.CancelScope) -> None:
+        """Wait for the client to go, which it may tell once its request is whole."""
+        await self._is_whole.wait()
+        while not self._is_gone:
+            self._is_gone = (await self._receive())["type"].endswith(".disconnect")
+        if self._is_ending:
+            # hypercorn says the same when the answer has been sent and it closes the connection.
+            await trio.sleep(ENDING_S)
+        scope.cancel()
+
+    async def cancel_when_stuck(self, limit_s: float, scope: trio.CancelScope) -> None:
+        """Wait for a piece of the answer that the client takes too long for.
+
+        Over HTTP/2 a stream can stand still on a connection that is alive.
+        """
+        while True:
+            await trio.sleep(limit_s / 4)
+            since_s = self._writing_since_s
+            if since_s is not None and trio.current_time() - since_s > limit_s:
+                scope.cancel()
 
 
 def _header_bytes(scope: Scope) -> int:

@@ -3,22 +3,25 @@
 Connections are accepted here and not by hypercorn, whose own loop ends the server with an exception
 that one connection raises, and clients can make it raise several. hypercorn shields what it writes
 from cancellation, so the kernel bounds how long a client may take nothing (TCP_USER_TIMEOUT, where
-there is one); headers and idle connections have a time-out of its own, bodies one of ours.
+there is one), and at the end sockets are closed under it; headers and idle connections have a
+time-out of its own, bodies one of ours.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast, final
+from typing import TYPE_CHECKING, TypeAlias, cast, final
 
 import trio
 from attrs import frozen
+from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
+from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.trio.worker_context import WorkerContext
 
 from kvlease.errors import ConfigError, Refused, leaves
 from kvlease.protocols.event_base import EventSink
@@ -32,7 +35,10 @@ from kvlease.services.serving.metrics import metrics_of
 from kvlease.services.serving.service import Service
 
 if TYPE_CHECKING:
+    from hypercorn.typing import ASGIFramework
     from starlette.types import ASGIApp
+
+    _Connect: TypeAlias = Callable[..., Awaitable[None]]
 
 BACKLOG = 1024
 SEND_BUFFER = 1 << 18
@@ -41,33 +47,16 @@ CLOSE_S = 3.0
 """How long connections may take to close once every answer has been told."""
 
 
-class _Worker(Protocol):
-    """The part used of hypercorn's `WorkerContext`, which all connections share."""
+@final
+class _Connection(TCPServer):
+    """One of hypercorn's connections, which ends when its client has gone.
 
-    terminated: _Flag
+    hypercorn's own waits for the next request until it is idle for too long.
+    """
 
-
-class _Flag(Protocol):
-    """The part used of its events."""
-
-    async def set(self) -> None:
-        """Tell every connection that the server ends."""
-        ...
-
-
-class _Connect(Protocol):
-    """The part used of hypercorn's `TCPServer`: serves one connection when it is awaited."""
-
-    def __call__(
-        self,
-        app: object,
-        config: Config,
-        context: _Worker,
-        state: dict[str, object],
-        stream: trio.abc.Stream,
-    ) -> Awaitable[None]:
-        """Take a connection."""
-        ...
+    async def _read_data(self) -> None:
+        await super()._read_data()
+        await self.idle_task.stop()
 
 
 @frozen
@@ -164,29 +153,31 @@ class HttpDoor:
 
     async def run(self) -> None:
         """Serve until the service has drained, or until cancelled. Checkpoints: always."""
-        await self.serve(Edge(make_app(self.context, metrics_of(self.context.service))))
+        service = self.context.service
+        app = make_app(self.context, metrics_of(service))
+        await self.serve(Edge(app, service.limits.slow_reader_timeout_s))
 
     async def serve(self, app: ASGIApp) -> None:
         """Serve an application, until the same; the listener is closed when it returns."""
-        wrapped = importlib.import_module("hypercorn.app_wrappers").ASGIWrapper(app)
-        hypercorn = importlib.import_module("hypercorn.trio.tcp_server")
-        worker = cast("_Worker", hypercorn.WorkerContext(None))
-        connect = partial(cast("_Connect", hypercorn.TCPServer), wrapped, self._config, worker, {})
+        worker = WorkerContext(None)
+        wrapped = ASGIWrapper(cast("ASGIFramework", app))
+        connect = partial(_Connection, wrapped, self._config, worker, {})
         serve_one = partial(self._serve_one, connect, self._config.create_ssl_context())
+        service = self.context.service
         async with trio.open_nursery() as connections:
             async with self._listener, trio.open_nursery() as accepting:
                 listen = partial(trio.serve_listeners, handler_nursery=connections)
                 accepting.start_soon(listen, serve_one, [self._listener])
-                await self.context.service.drained.wait()
+                await service.cutting.wait()
+                # Who takes nothing is not waited for, however long his answer is.
+                connections.cancel_scope.deadline = trio.current_time() + CLOSE_S
+                await service.drained.wait()
                 accepting.cancel_scope.cancel()
             await worker.terminated.set()
             connections.cancel_scope.deadline = trio.current_time() + CLOSE_S
 
     async def _serve_one(
-        self,
-        connect: Callable[[trio.abc.Stream], Awaitable[None]],
-        tls: ssl.SSLContext | None,
-        plain: trio.SocketStream,
+        self, connect: _Connect, tls: ssl.SSLContext | None, plain: trio.SocketStream
     ) -> None:
         """Serve one connection; whatever its client makes of it ends here."""
         stream: trio.abc.Stream = plain
@@ -194,10 +185,19 @@ class HttpDoor:
             stream = trio.SSLStream(plain, tls, server_side=True, https_compatible=True)
         peer = peer_of(plain)
         try:
-            await connect(stream)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_close_at_end, plain)
+                await connect(stream=cast("trio.SSLStream[trio.SocketStream]", stream))
+                nursery.cancel_scope.cancel()
         except* Exception as broken:
             why = ", ".join(repr(leaf) for leaf in leaves(broken))
             error = Refused("protocol", f"a connection made no sense: {why}")
             self.context.service.refuse(DOOR, peer, error)
-        finally:
-            await trio.aclose_forcefully(plain)
+
+
+async def _close_at_end(stream: trio.SocketStream) -> None:
+    """Close a socket as soon as this is cancelled; writes that hypercorn shields end with it."""
+    try:
+        await trio.sleep_forever()
+    finally:
+        await trio.aclose_forcefully(stream)

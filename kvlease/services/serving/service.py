@@ -86,8 +86,8 @@ class Service:
         self.status: Literal["serving", "draining"] = "serving"
         self.drain_asked = trio.Event()
         """Set once somebody has called `drain`."""
-        self.drained = trio.Event()
-        """Set once no call is left after `drain`."""
+        self.cutting, self.drained = trio.Event(), trio.Event()
+        """Set once nobody is waited for any more; and once no call is left after `drain`."""
         self.num_streams = 0
         self.clients: set[Client] = set()
         self.refused: Counter[str] = Counter()
@@ -345,6 +345,7 @@ class Service:
         with trio.CancelScope(deadline=self._drain_end_s):
             await self._idle.wait()
         self._cut = max(self._cut, self.num_streams)
+        self.cutting.set()
         for scope in list(self._open):
             scope.cancel()
         await self._idle.wait()
