@@ -71,9 +71,8 @@ class SharedSource:
 
     def paged(self, name: str) -> PagedRows:
         """Rows of a span component, read only."""
-        rows = self._spans.rows(self._layer, name)
-        planes = self._spans.planes(self._layer, name)
-        return PagedRows(name, rows, self._table, self._cell, rows.shape[1], planes)
+        rows, per_page, planes = self._spans.handles[self._layer, name]
+        return PagedRows(name, rows, self._table, self._cell, per_page, planes)
 
     def opened(self, name: str) -> OpenRows:
         """Refused: sealed pages never change (R4)."""
@@ -107,16 +106,14 @@ class StepSource:
 
     def paged(self, name: str) -> PagedRows:
         """Rows of a span component, read only."""
-        rows = self._spans.rows(self._layer, name)
-        planes = self._spans.planes(self._layer, name)
-        return PagedRows(name, rows, self._tables.table, self._cell, rows.shape[1], planes)
+        rows, per_page, planes = self._spans.handles[self._layer, name]
+        return PagedRows(name, rows, self._tables.table, self._cell, per_page, planes)
 
     def opened(self, name: str) -> OpenRows:
         """Rows of a span component above the sealed pages, for writing."""
-        rows = self._spans.rows(self._layer, name)
-        table, floor = self._tables.table, self._tables.floor(rows.shape[1])
-        planes = self._spans.planes(self._layer, name)
-        return OpenRows(name, rows, table, floor, self._cell, rows.shape[1], planes)
+        rows, per_page, planes = self._spans.handles[self._layer, name]
+        table, floor = self._tables.table, self._tables.floor(per_page)
+        return OpenRows(name, rows, table, floor, self._cell, per_page, planes)
 
     def ring(self, name: str) -> SlotRows:
         """State rings of a tail component."""

@@ -117,25 +117,22 @@ class SpanStore:
             for layer, span in span_components(schema)
         )
         """Every component, in layer order, as a part and by name, with its bytes of one page."""
-        self._planes: dict[tuple[LayerId, str], tuple[int, ...]] = {}
+        self.handles: dict[Part, tuple[torch.Tensor, int, tuple[int, ...]]] = {}
+        """What a handle of each component is made of: rows, rows a page, `RowFormat.planes`."""
         for layer in schema.layers:
             for span in layer.spans:
-                self._planes[layer.id, span.name] = span.format.planes
                 dtype, length = row_shape(span.format)
                 shape = schema.rows_per_page(span), length
-                self.memory[layer.id, span.name] = (
+                rows = self.memory[layer.id, span.name] = (
                     _allocate((num_pages, *shape), dtype, device, pinned)
                     if self.records is None
                     else self.records.component(layer.id, span.name, dtype, shape)
                 )
+                self.handles[layer.id, span.name] = rows, shape[0], span.format.planes
 
     def rows(self, layer: LayerId, component: str) -> torch.Tensor:
         """Borrow the rows of one component of one layer."""
         return self.memory[layer, component]
-
-    def planes(self, layer: LayerId, component: str) -> tuple[int, ...]:
-        """Return how a page lays out the parts of these rows: `RowFormat.planes`."""
-        return self._planes[layer, component]
 
     def poison_pages(self, pages: torch.Tensor) -> None:
         """Fill whole pages with NaN bytes, as `poison` does; pages [n] int64."""

@@ -16,7 +16,7 @@ from kvlease.kernels.models.config import V4Config
 from kvlease.kernels.models.config_file import read_config
 from kvlease.kernels.models.embedded import EMBEDDED_CONFIG, RandomTensors
 from kvlease.kernels.models.loader import Checkpoint
-from kvlease.kernels.models.opening import one_of_each_kind, open_layer_of, open_ready_step
+from kvlease.kernels.models.opening import open_layer_of, open_ready_step, stand_for_all
 from kvlease.kernels.models.step_run import Run, StepRun, TokensDrawn, WholeRun
 from kvlease.kernels.models.weights import ModelWeights, build_weights
 from kvlease.kernels.selftest import require_row_invariance
@@ -66,7 +66,7 @@ class DeepseekV4:
             options.kv_format,
             options.index_k_format,
         )
-        self._kinds = one_of_each_kind(self._schema.layers)
+        self._few = stand_for_all(self._schema.layers)
         self._run = _runs(config, weights, self.tiling, options)
         if options.exact:
             width = config.hidden * config.streams
@@ -114,7 +114,7 @@ class DeepseekV4:
         layers = self._schema.layers
         is_ready = lease.ready_through_layer >= len(layers)
         if is_ready and isinstance(run, WholeRun) and run.fits_a_graph:
-            opened = self._kinds if run.knows(lease.memory) else layers
+            opened = self._few if run.knows(lease.memory) else layers
             views = await open_ready_step(lease, opened, stream)
             stream.launch(partial(run.whole, views, lease.memory))
             return run.result

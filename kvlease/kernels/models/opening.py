@@ -3,7 +3,7 @@
 This module does not know what a model does with the rows.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvlease.errors import UsageError
 from kvlease.protocols.ownership import StepLease
@@ -34,12 +34,19 @@ async def open_layer_of(lease: StepLease, layer: AnyLayer, stream: Stream) -> St
             raise UsageError(f"{type(layer).__name__} is no layer of this model")
 
 
-def one_of_each_kind(layers: Iterable[AnyLayer]) -> tuple[AnyLayer, ...]:
-    """Return the first layer of each kind, in order."""
-    kinds: dict[type[AnyLayer], AnyLayer] = {}
-    for layer in layers:
-        kinds.setdefault(type(layer), layer)
-    return tuple(kinds.values())
+def stand_for_all(layers: Sequence[AnyLayer]) -> tuple[AnyLayer, ...]:
+    """Return the fewest layers by which a step over known memory is opened, at least one.
+
+    All layers share the step's tables, slots and epoch, and no row may be written below the open
+    page. A row of a layer ends where one of a layer with shorter rows does, if the lengths divide:
+    then checking the shorter ones checks both.
+    """
+    chosen: dict[int, AnyLayer] = {}
+    rows = {span.tokens_per_row: layer for layer in reversed(layers) for span in layer.spans}
+    for length in sorted(rows):
+        if all(length % shorter for shorter in chosen):
+            chosen[length] = rows[length]
+    return tuple(chosen.values()) or tuple(layers[:1])
 
 
 async def open_ready_step(
@@ -47,8 +54,8 @@ async def open_ready_step(
 ) -> list[tuple[AnyLayer, StepView]]:
     """Open a step all of whose layers are ready, and return the views of some; never waits.
 
-    The layers of a kind share the step's tables, floors and epoch: to whoever knows all memory
-    already, one of each kind stands for all. The lease is told of every layer in any case.
+    To whoever knows all memory already, some layers `stand_for_all`. The lease is told of every
+    layer in any case.
 
     Raises:
         NotReady: a layer is still being filled.

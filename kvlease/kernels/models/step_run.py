@@ -105,7 +105,7 @@ class WholeRun(Protocol):
     def whole(self, layers: Sequence[tuple[AnyLayer, StepView]], memory: object) -> None:
         """Do the work of all other launches.
 
-        ``layers`` are all layers, or where the memory is known, at least one of each kind.
+        ``layers`` are all layers, or where the memory is known, those that stand for all.
         """
         ...
 

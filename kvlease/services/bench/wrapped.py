@@ -6,7 +6,7 @@ import time
 from typing import final
 
 from kvlease.kernels.models.deepseek_v4 import DeepseekV4
-from kvlease.kernels.models.opening import one_of_each_kind, open_layer_of, open_ready_step
+from kvlease.kernels.models.opening import open_layer_of, open_ready_step, stand_for_all
 from kvlease.protocols.ownership import StepLease
 from kvlease.protocols.ports import StepInput, StepResult, Stream
 from kvlease.protocols.schema import Schema
@@ -64,13 +64,13 @@ class TimesTheGate(WaitsForAll):
     def __init__(self, inner: DeepseekV4) -> None:
         """Borrow the model."""
         super().__init__(inner)
-        self._kinds = one_of_each_kind(inner.schema.layers)
+        self._few = stand_for_all(inner.schema.layers)
         self.seconds: list[float] = []
 
     async def forward(self, inputs: StepInput, lease: StepLease, stream: Stream) -> StepResult:
         """Time the opening of a decode step, then run any step."""
         if lease.was_ready and all(len(part.tokens) == 1 for part in inputs.sequences):
             began = time.perf_counter()
-            await open_ready_step(lease, self._kinds, stream)
+            await open_ready_step(lease, self._few, stream)
             self.seconds.append(time.perf_counter() - began)
         return await self._inner.forward(inputs, lease, stream)
