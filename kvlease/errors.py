@@ -11,7 +11,14 @@ from typing import cast
 
 
 class KVLeaseError(Exception):
-    """Root of the tree; its text is one sentence that says what, where and what to do."""
+    """Root of the tree; its text is one sentence that says what, where and what to do.
+
+    Attributes:
+        rule: which of the rules (R1 to R14) a guard kept by raising this; empty if none. The event
+            log names it where the error ends a step or an actor.
+    """
+
+    rule: str = ""
 
 
 class BadInput(KVLeaseError):
@@ -37,9 +44,16 @@ class TraceError(BadInput):
 class UsageError(KVLeaseError):
     """The caller broke a contract; the code that called has to change."""
 
+    def __init__(self, message: str, rule: str = "") -> None:
+        """Keep the rule that would have been broken beside the sentence."""
+        super().__init__(message)
+        self.rule = rule or self.rule
+
 
 class LeaseMoved(UsageError):
     """A lease was used after it was closed, frozen, or sent away."""
+
+    rule = "R8"
 
 
 class LayoutMismatch(UsageError):
@@ -49,6 +63,8 @@ class LayoutMismatch(UsageError):
 class SealedPage(UsageError):
     """A write was aimed at a row below the open page; sealed pages never change."""
 
+    rule = "R4"
+
 
 class OperatingError(KVLeaseError):
     """Expected in operation; a supervisor restarts on it, a caller handles it."""
@@ -56,6 +72,8 @@ class OperatingError(KVLeaseError):
 
 class NotReady(OperatingError):
     """The layer's bytes have not arrived (the answer of the `_nowait` forms)."""
+
+    rule = "R2"
 
 
 class PagesUnavailable(OperatingError):
@@ -77,6 +95,8 @@ class EngineFull(OperatingError):
 
 class StaleEpoch(OperatingError):
     """A reference is older than the thing it names; somebody else may hold the page now."""
+
+    rule = "R8"
 
 
 class TransferFailed(OperatingError):
@@ -134,6 +154,11 @@ class ConnectionLost(OperatingError):
 class InternalError(KVLeaseError):
     """An invariant is false; never restarted, never swallowed."""
 
+    def __init__(self, message: str, rule: str = "") -> None:
+        """Keep the rule that would have been broken beside the sentence."""
+        super().__init__(message)
+        self.rule = rule or self.rule
+
 
 class IllegalTransition(InternalError):
     """A state machine was asked for a step that its table does not have."""
@@ -141,6 +166,8 @@ class IllegalTransition(InternalError):
 
 class LedgerImbalance(InternalError):
     """The pages of a pool do not add up to its total, or one page is counted twice."""
+
+    rule = "R11"
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:
@@ -151,3 +178,17 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
             yield from leaves(inner)
     else:
         yield error
+
+
+def kept_rule(error: BaseException) -> str:
+    """Return the rule that a guard kept by raising this error, or one that led to it; or nothing.
+
+    In groups and along causes the first that names one is taken.
+    """
+    for leaf in leaves(error):
+        cause: BaseException | None = leaf
+        while cause is not None:
+            if isinstance(cause, KVLeaseError) and cause.rule:
+                return cause.rule
+            cause = cause.__cause__
+    return ""

@@ -116,7 +116,8 @@ class PageBook:
         if num_pages > reservation.remaining:
             raise UsageError(
                 f"{self.name}: a reservation of {reservation.remaining} pages cannot give"
-                f" {num_pages}; reserve more first"
+                f" {num_pages}; reserve more first",
+                "R11",
             )
         reservation.remaining -= num_pages
         self._reserved -= num_pages
@@ -214,7 +215,7 @@ class PageBook:
         try:
             after = _CODE[step_page(_STATES[before], event)]
         except IllegalTransition as error:
-            raise LedgerImbalance(f"{self.name}: page {pages[0]}: {error}") from None
+            raise LedgerImbalance(f"{self.name}: page {pages[0]}: {error}", error.rule) from None
         for page in pages:
             state[page] = after
         self._count[before] -= len(pages)

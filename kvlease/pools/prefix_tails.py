@@ -87,7 +87,7 @@ class TailStore:
     def unpin(self, tail: Tail) -> None:
         """End one `pin`."""
         if not tail.pins:
-            raise UsageError("a tail was unpinned more often than pinned; pair the calls")
+            raise UsageError("a tail was unpinned more often than pinned; pair the calls", "R7")
         tail.pins -= 1
         if not tail.pins:
             self._count_pinned(tail, -1)

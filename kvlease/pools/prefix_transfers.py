@@ -19,7 +19,7 @@ def attach(
     counts = [copy.node.num_pages for copy in copies]
     for copy in copies:
         if copy.node.parent is None or copy.pages is not None:
-            raise UsageError("an edge is gone or has pages on this tier; plan again")
+            raise UsageError("an edge is gone or has pages on this tier; plan again", "R7")
     if sum(counts) != len(pages) or len(set(copies)) != len(copies):
         raise UsageError(f"{len(pages)} pages given for edges of {counts} pages; name each once")
     done = 0

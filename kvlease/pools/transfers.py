@@ -310,7 +310,8 @@ class Transfers:
         if odd:
             raise InternalError(
                 f"{planned.name} does not move whole bundles: (layer, component) {list(odd)} are"
-                " missing or too many"
+                " missing or too many",
+                "R5",
             )
 
     def _say_held(self, planned: PlannedTransfer) -> None:

@@ -67,6 +67,15 @@ class PageMismatch(NormalEvent, tag="page.mismatch", kw_only=True, gc=False):
     request: int = 0
 
 
+class PageFlush(NormalEvent, tag="page.flush", kw_only=True, gc=False):
+    """Everything cached is to be forgotten, as the weights changed.
+
+    ``identity`` is the engine's from now on: it, and any other that comes later, is a new one.
+    """
+
+    identity: str
+
+
 class PageLedger(Event, tag="page.ledger", kw_only=True, gc=False):
     """A pool's own count, to be compared with the one that follows from the log (R11).
 

@@ -144,9 +144,13 @@ class StepDone(Event, tag="step.done", kw_only=True, gc=False):
 
 
 class StepDiscarded(NormalEvent, tag="step.discarded", kw_only=True, gc=False):
-    """A step published nothing, because a completion it had resolved failed (R2)."""
+    """A step published nothing, because a completion it had resolved failed (R2).
+
+    ``rule`` is the rule that a guard kept by ending it, if one did.
+    """
 
     step: int
     read: int
     reason: str
     transfers: list[int] = []
+    rule: str = ""

@@ -36,6 +36,7 @@ from kvlease.protocols.event_pages import (
     LeaseOpen,
     LeaseWait,
     PageEvict,
+    PageFlush,
     PageFree,
     PageLedger,
     PageMismatch,
@@ -82,6 +83,7 @@ __all__ = [
     "NormalEvent",
     "Opening",
     "PageEvict",
+    "PageFlush",
     "PageFree",
     "PageLedger",
     "PageMismatch",
@@ -232,6 +234,7 @@ class RequestAdmitted(NormalEvent, tag="request.admitted", kw_only=True, gc=Fals
         reasons: computed tokens by reason, e.g. ``new``, ``partial_page``, ``no_tail``.
         decision: ``load`` or ``recompute``, with both estimates in microseconds.
         identity: the cache identity it was matched under, if not that of ``log.open`` (R10).
+        tenant: whose it is, as a hash of the salt that was asked for; empty if none was.
     """
 
     request: int
@@ -243,6 +246,7 @@ class RequestAdmitted(NormalEvent, tag="request.admitted", kw_only=True, gc=Fals
     load_us: int = 0
     recompute_us: int = 0
     identity: str = ""
+    tenant: str = ""
     again: bool = False
     """Whether it had been admitted before and was preempted."""
 
@@ -305,9 +309,13 @@ class ActorStop(NormalEvent, tag="actor.stop", kw_only=True, gc=False):
 
 
 class ActorDied(NormalEvent, tag="actor.died", kw_only=True, gc=False):
-    """An actor failed; what it had under way ends in the events that follow."""
+    """An actor failed; what it had under way ends in the events that follow.
+
+    ``rule`` is the rule that a guard kept by raising ``error``, if it was a guard.
+    """
 
     error: str
+    rule: str = ""
 
 
 class ActorRestart(NormalEvent, tag="actor.restart", kw_only=True, gc=False):
@@ -321,6 +329,7 @@ AnyEvent: TypeAlias = (
     | RequestSubmitted | RequestAdmitted | RequestPreempted
     | RequestCancelled | RequestFinished | RequestFailed | RequestToolCallError
     | PageReserve | PageSeal | PageEvict | PageQuarantine | PageFree | PageLedger | PageMismatch
+    | PageFlush
     | LeaseOpen | LeaseWait | LeaseClose | LeaseMove
     | TransferPlan | TransferRecord | TransferLanded | TransferLayerDone | TransferDone
     | TransferFail | TransferRevoke | TransferLate

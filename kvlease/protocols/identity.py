@@ -34,6 +34,11 @@ class CacheIdentity:
         return hashlib.blake2b(msgspec.json.encode(facts), digest_size=16, key=salt).digest()
 
 
+def tenant_name(salt: bytes) -> str:
+    """Return what the event log calls a tenant: a hash of the salt, which stands in no log."""
+    return hashlib.blake2b(salt, digest_size=8, person=b"tenant").hexdigest()
+
+
 def page_hash(parent: bytes, page_tokens: bytes) -> bytes:
     """Return the chained key of a page: 16 bytes from its parent's key and its own tokens.
 

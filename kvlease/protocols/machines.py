@@ -45,6 +45,14 @@ _PAGE: dict[tuple[PageState, PageEvent], PageState] = {
     (PageState.QUARANTINED, PageEvent.RECLAIM): PageState.FREE,
 }
 
+_KEEPS = {
+    PageEvent.ACQUIRE: "R3",
+    PageEvent.SEAL: "R4",
+    PageEvent.RELEASE: "R6",
+    PageEvent.RECLAIM: "R6",
+}
+"""The rule that a step would break which the table does not have."""
+
 
 def step_page(state: PageState, event: PageEvent) -> PageState:
     """Return the state after the event; raise IllegalTransition when there is none.
@@ -54,7 +62,7 @@ def step_page(state: PageState, event: PageEvent) -> PageState:
     """
     after = _PAGE.get((state, event))
     if after is None:
-        raise IllegalTransition(f"a page that is {state.value} cannot {event.value}")
+        raise IllegalTransition(f"a page that is {state.value} cannot {event.value}", _KEEPS[event])
     return after
 
 
@@ -82,15 +90,17 @@ def step_copy(copy: Copy, event: CopyEvent, nbytes: int = 0) -> Copy:
     is illegal: work nobody recorded cannot have ended (R2). Raises IllegalTransition.
     """
     if copy.state.is_final:
-        raise IllegalTransition(f"a completion that is {copy.state.value} cannot {event.value}")
+        raise IllegalTransition(
+            f"a completion that is {copy.state.value} cannot {event.value}", "R9"
+        )
     match event:
         case CopyEvent.RECORD:
             if copy.state is not CompletionState.PLANNED:
-                raise IllegalTransition("a completion is recorded once")
+                raise IllegalTransition("a completion is recorded once", "R2")
             return Copy(copy.planned_nbytes, 0, CompletionState.RECORDED)
         case CopyEvent.FINISH:
             if copy.state is not CompletionState.RECORDED:
-                raise IllegalTransition("a completion that was never recorded cannot finish")
+                raise IllegalTransition("a completion that was never recorded cannot finish", "R2")
             whole = nbytes == copy.planned_nbytes
             end = CompletionState.DONE if whole else CompletionState.FAILED
             return Copy(copy.planned_nbytes, nbytes, end)

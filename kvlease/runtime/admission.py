@@ -13,6 +13,7 @@ from typing import final
 from kvlease.pools.held import Held
 from kvlease.pools.prefix_results import Match
 from kvlease.protocols.events import RequestAdmitted
+from kvlease.protocols.identity import tenant_name
 from kvlease.runtime.core import EngineCore
 from kvlease.runtime.estimates import Choice
 from kvlease.runtime.sequence import Phase, Sequence
@@ -147,6 +148,8 @@ class Admission:
             root = core.root_of(request.salt)
             if root != core.first_root:
                 event.identity = root.hex()
+            if request.salt != core.config.tenant_salt:
+                event.tenant = tenant_name(request.salt)
             core.sink.emit(event)
 
 

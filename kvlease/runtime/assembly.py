@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar, final
 import trio
 from attrs import define, evolve, field, frozen
 
-from kvlease.errors import ActorBroken, ActorClosed, KVLeaseError, RequestFailed
+from kvlease.errors import ActorBroken, ActorClosed, KVLeaseError, RequestFailed, kept_rule
 from kvlease.pools.unified import UnifiedPool
 from kvlease.protocols.config import EngineConfig
 from kvlease.protocols.event_base import SCHEMA_VERSION
@@ -375,6 +375,7 @@ class _ActorJournal:
             case "stop":
                 sink.emit(ActorStop(actor=event.actor))
             case "died":
-                sink.emit(ActorDied(actor=event.actor, error=repr(event.cause)))
+                rule = "" if event.cause is None else kept_rule(event.cause)
+                sink.emit(ActorDied(actor=event.actor, error=repr(event.cause), rule=rule))
             case "restart":
                 sink.emit(ActorRestart(actor=event.actor, restarts=event.incarnation - 1))

@@ -20,6 +20,7 @@ import trio
 from kvlease.errors import EngineFull, KVLeaseError, LedgerImbalance, PromptError, RequestFailed
 from kvlease.protocols.config import EngineConfig, SamplingParams
 from kvlease.protocols.event_base import Tier
+from kvlease.protocols.event_pages import PageFlush
 from kvlease.protocols.ownership import Lease, Shared
 from kvlease.protocols.ports import Completion, ModelRunner
 from kvlease.runtime.assembly import Assembly, EnginePorts, assemble, run_services
@@ -243,6 +244,8 @@ class Engine:
         """
         core = self._core
         core.renew(core.identity.weights_version + 1)
+        if core.sink.normal:
+            core.sink.emit(PageFlush(identity=core.root.hex()))
         await ask(
             self._assembly.scheduler,
             Flush,

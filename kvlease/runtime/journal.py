@@ -7,6 +7,7 @@ stream workers too; the log takes them from any thread, before any reader can se
 from collections.abc import Sequence
 from typing import final
 
+from kvlease.errors import kept_rule
 from kvlease.pools.held import PlannedTransfer
 from kvlease.pools.memory import Memory
 from kvlease.protocols.event_base import EventSink, Opening
@@ -191,7 +192,11 @@ class StepJournal:
             lost = {a.id for s in order.members for a in s.require_held().arrivals if a.is_lost}
             self._sink.emit(
                 StepDiscarded(
-                    step=order.inputs.step, read=read, reason=reason, transfers=sorted(lost)
+                    step=order.inputs.step,
+                    read=read,
+                    reason=reason,
+                    transfers=sorted(lost),
+                    rule="" if error is None else kept_rule(error),
                 )
             )
 

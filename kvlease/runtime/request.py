@@ -132,6 +132,11 @@ class Request:
         with suppress(trio.BrokenResourceError):
             self.outbox.send_nowait(events)
 
+    def forget_hits(self) -> None:
+        """What it was admitted with has come to nothing: its next admission is its first."""
+        self.is_admitted = False
+        self.hit_device = self.hit_host = 0
+
     def usage(self) -> Usage:
         """Return where the request's tokens came from; the prompt's buckets sum to it (R12)."""
         hits = self.hit_device + self.hit_host

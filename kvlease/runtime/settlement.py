@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from typing import final
 
-from kvlease.errors import KVLeaseError, PageMismatch, PagesUnavailable, RequestFailed
+from kvlease.errors import (
+    InternalError,
+    KVLeaseError,
+    PageMismatch,
+    PagesUnavailable,
+    RequestFailed,
+)
 from kvlease.pools.held import PlannedTransfer
 from kvlease.protocols.events import RequestPreempted
 from kvlease.protocols.ports import CompletionState, SampledToken
@@ -260,7 +266,12 @@ class Settlement:
     def retire(self, seq: Sequence, reason: str | None = None) -> None:
         """End a sequence that is in no step: give its pages back and make its request terminal."""
         core = self._core
-        assert not seq.in_step, "a sequence in a step ends when the step has"
+        if seq.in_step:
+            raise InternalError(
+                f"request {seq.request.id} was ended while a step uses its pages; it ends when the"
+                " step has",
+                "R6",
+            )
         if seq.held is not None:
             if seq.held.rolling_tail is not None:
                 seq.held.unstored_tails.append(seq.held.rolling_tail)
@@ -316,7 +327,7 @@ class Settlement:
         if held.is_lost:
             seq.num_failed_loads += 1
             if not seq.request.output and not seq.num_preempted:
-                seq.request.is_admitted = False  # its hits were none: count it anew (R12)
+                seq.request.forget_hits()  # they were none: its next admission counts (R12)
         else:
             seq.num_preempted += 1
             core.counters.preempted += 1

@@ -28,6 +28,7 @@ from kvlease.services.lab.faults import (
     Drop,
     Fail,
     FaultPlan,
+    KillActor,
     Rule,
     Shorten,
     StallMailbox,
@@ -61,10 +62,17 @@ SLOW = DeviceSpec(
 """A copy and a step take long enough for something to happen meanwhile."""
 
 
-async def _ask(engine: Engine, prompt: Sequence[int], max_tokens: int, leaves_after: int) -> None:
+async def _ask(
+    engine: Engine,
+    prompt: Sequence[int],
+    max_tokens: int,
+    leaves_after: int,
+    salt: bytes | None = None,
+) -> None:
     """Take an answer, or its beginning."""
+    params = SamplingParams(max_tokens=max_tokens)
     with suppress(KVLeaseError):
-        async with engine.generate(prompt, SamplingParams(max_tokens=max_tokens)) as stream:
+        async with engine.generate(prompt, params, salt=salt) as stream:
             taken = 0
             async for _ in stream:
                 taken += 1
@@ -130,10 +138,43 @@ async def _overdue(world: World) -> None:
     await _serve(world, rules, evolve(CONFIG, request_timeout_s=1.0), may_leave=False)
 
 
+async def _hopeless(world: World) -> None:
+    """Every load fails; prompts come back that have gone to the host meanwhile."""
+    plan = FaultPlan(seed=world.seed, rules=(CopyRule(Fail(), Which(direction="load")),))
+    device = SimulatedDevice(witness(), SLOW, world.log, plan)
+    config = evolve(CONFIG, device_pages=8)
+    async with open_engine(device.runner, config, log=world.log, ports=device.ports) as engine:
+        for family in (0, 1, 2, 0, 1):
+            await _ask(engine, prompt_of(family, world.rng.choice(LENGTHS)), 2, 0)
+        await trio.sleep(100)
+
+
+async def _tenants(world: World) -> None:
+    """Equal prompts of three tenants, again and again, with a flush in between."""
+    device = SimulatedDevice(witness(), SLOW, world.log)
+    async with open_engine(device.runner, CONFIG, log=world.log, ports=device.ports) as engine:
+        prompt = prompt_of(0, world.rng.choice(LENGTHS))
+        for salt in (None, b"one", b"two", None, b"flush", b"one", None):
+            if salt == b"flush":
+                await engine.flush()
+            else:
+                await _ask(engine, prompt, 2, 0, salt)
+        await trio.sleep(100)
+
+
+async def _killed(world: World) -> None:
+    """The loader dies with copies in hand, of which some never return."""
+    dies = KillActor("loader", 1 + world.seed % 4, in_hand=world.seed % 2 == 0)
+    await _serve(world, [dies, CopyRule(Drop(), Which(probability=0.2))])
+
+
 PLAYS = {
     **SCENARIOS,
     "life": Scenario("life", "requests, readers beside, callers that leave, a flush", _life),
     "late": Scenario("late", "loads and stores that come after their deadline", _late),
+    "hopeless": Scenario("hopeless", "links on which every load fails", _hopeless),
+    "tenants": Scenario("tenants", "equal prompts of several tenants, and a flush", _tenants),
+    "killed": Scenario("killed", "a loader that dies with copies in hand", _killed),
     "overdue": Scenario("overdue", "a worker that stands still past the requests' time", _overdue),
 }
 """The lab's core scenarios, and what they leave out."""

@@ -76,8 +76,8 @@ class Builder:
         }  # fmt: skip
         self.add(ev.RequestAdmitted(**{**plain, **more}))  # type: ignore[arg-type]
 
-    def finish(self, request: int, output: int, hit: int = 0, prompt: int = 33) -> None:
-        usage = ev.Usage(prompt=prompt, hit_device=hit, computed=prompt - hit, output=output)
+    def finish(self, request: int, output: int, loaded: int = 0, prompt: int = 33) -> None:
+        usage = ev.Usage(prompt=prompt, hit_host=loaded, computed=prompt - loaded, output=output)
         self.add(ev.RequestFinished(request=request, reason="length", usage=usage))
 
     def step(
@@ -187,7 +187,7 @@ def story() -> Builder:
     log.add(ev.PageQuarantine(pages=[(2, 1, 1)], steps=[5]))
     log.add(ev.StepDiscarded(step=5, read=0, reason="cancelled"))
     log.add(ev.PageFree(pages=[(2, 1, 1)]))
-    log.finish(2, 1, hit=32)
+    log.finish(2, 1, loaded=32)
     return log.close_log()
 
 

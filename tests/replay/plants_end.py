@@ -5,7 +5,7 @@ import msgspec
 from kvlease.protocols import events as ev
 from tests.replay.plant import Plant, all_of, change, drop, put, swap
 
-USAGE = ev.Usage(prompt=33, hit_device=32, computed=1, output=1)
+USAGE = ev.Usage(prompt=33, hit_host=32, computed=1, output=1)
 PLANTS = {
     # R6: released is not free
     "a page freed under a lease": Plant(
@@ -172,14 +172,14 @@ PLANTS = {
     # R12: every prompt token ends in one bucket
     "buckets that do not add up": Plant(
         "R12",
-        change(ev.RequestFinished, 1, usage=msgspec.structs.replace(USAGE, hit_device=16)),
+        change(ev.RequestFinished, 1, usage=msgspec.structs.replace(USAGE, hit_host=16)),
         [(ev.RequestSubmitted, 1), (ev.RequestAdmitted, 1), (ev.RequestFinished, 1)],
         request=2,
     ),
     "no computed token": Plant(
         "R12",
         change(
-            ev.RequestFinished, 1, usage=msgspec.structs.replace(USAGE, hit_device=33, computed=0)
+            ev.RequestFinished, 1, usage=msgspec.structs.replace(USAGE, hit_host=33, computed=0)
         ),
         [(ev.RequestSubmitted, 1), (ev.RequestAdmitted, 1), (ev.RequestFinished, 1)],
         request=2,

@@ -6,7 +6,7 @@ from kvlease.protocols import events as ev
 from tests.replay.build import story
 from tests.replay.plant import Plant, change, drop
 
-USAGE = ev.Usage(prompt=33, hit_device=32, computed=1, output=1)
+USAGE = ev.Usage(prompt=33, hit_host=32, computed=1, output=1)
 _LATER = len(story().events)
 """Not written yet when any line but the last is."""
 
@@ -86,12 +86,14 @@ PLANTS = {
         change(ev.RequestAdmitted, 1, hit_pages=(0, 1, 0, 0)),
         [(ev.RequestSubmitted, 1), (ev.RequestAdmitted, 1)],
         request=2,
+        also=frozenset({"R12"}),
     ),
     "fewer pages used than leased": Plant(
         "R14",
         change(ev.RequestAdmitted, 1, used_tokens=16, hit_pages=(0, 1, 0, 0)),
         [(ev.RequestSubmitted, 1), (ev.LeaseOpen, 5), (ev.RequestAdmitted, 1)],
         request=2,
+        also=frozenset({"R12"}),
     ),
     "pages reserved in another's name": Plant(
         "R14",
@@ -110,6 +112,7 @@ PLANTS = {
         change(ev.RequestAdmitted, 1, hit_pages=(1, 2, -1, 0)),
         [(ev.RequestSubmitted, 1), (ev.RequestAdmitted, 1)],
         request=2,
+        also=frozenset({"R12"}),
     ),
     "less than no token to compute": Plant(
         "R14",

@@ -27,7 +27,6 @@ FREE = {
     ("step.read", "stalls"): "whose stall it was, and how long, is only counted",
     ("step.read", "opens"): "earlier than it was: stricter for the step",
     ("lease.close", "opens"): "earlier than it was: stricter for the reader",
-    ("request.finished", "recomputed"): "stands apart from the buckets",
     ("page.evict", "tails"): "kept tails have no lines of their own",
     ("page.quarantine", "pages"): "another cached page was given up",
     ("page.free", "pages"): "another cached page was given up",

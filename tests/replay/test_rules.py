@@ -5,11 +5,13 @@ import pytest
 from kvlease.protocols import events as ev
 from kvlease.services.replay.checker import check
 from kvlease.services.replay.verdict import Verdict
-from tests.replay import plants_end, plants_told, plants_use
+from tests.replay import plants_end, plants_kept, plants_told, plants_use
 from tests.replay.build import place_of, renumbered, story
-from tests.replay.plant import Change, landings
+from tests.replay.plant import Change, drop, landings
 
-PLANTS = {**plants_use.PLANTS, **plants_end.PLANTS, **plants_told.PLANTS}
+PLANTS = {
+    **plants_use.PLANTS, **plants_end.PLANTS, **plants_told.PLANTS, **plants_kept.PLANTS
+}  # fmt: skip
 
 
 def judged(plant: Change) -> tuple[list[ev.Event], Verdict]:
@@ -43,6 +45,18 @@ def test_a_planted_fault_is_found_where_it_is(name: str) -> None:
         if one.rule == plant.rule
     ]
     assert (plant.request, plant.layer, plant.component, lines) in found
+
+
+@pytest.mark.parametrize("later_s", [1, 6])
+def test_pages_do_not_stay_in_quarantine_for_nothing(later_s: int) -> None:
+    """The engine may have no turn any more behind the last end; with seconds to spare it has."""
+    events = story().events
+    drop(ev.PageFree, 2)(events)
+    events = renumbered(events)
+    events[-1].t_ns += later_s * 10**9
+    verdict = check(events)
+    lines = [place_of(events, kind) + 1 for kind in (ev.PageQuarantine, ev.LogClose)]
+    assert [(one.rule, one.lines) for one in verdict.violations] == [("R9", lines)] * (later_s > 5)
 
 
 def test_every_rule_has_planted_faults() -> None:

@@ -16,7 +16,7 @@ from kvlease.errors import BadInput
 from kvlease.protocols import events as ev
 from kvlease.services.replay.bounds import beyond_bounds
 from kvlease.services.replay.endings import check_end, stuck_requests
-from kvlease.services.replay.findings import Findings
+from kvlease.services.replay.findings import Findings, rule_of
 from kvlease.services.replay.lease_rules import LeaseRules
 from kvlease.services.replay.opening_rules import OpeningRules
 from kvlease.services.replay.page_rules import PageRules
@@ -38,7 +38,7 @@ _hand = cast("Callable[[Handler, ev.Event], None]", call)
 
 
 def _ignore(_event: ev.Event) -> None:
-    """What actors and doors do, and that a request was called off, breaks no rule by itself."""
+    """What doors and most actors do, and that a request was called off, breaks no rule."""
 
 
 @final
@@ -154,6 +154,7 @@ class Checker:
             ev.PageReserve: pages.reserve, ev.PageSeal: pages.seal, ev.PageEvict: pages.evict,
             ev.PageQuarantine: pages.quarantine, ev.PageFree: pages.free,
             ev.PageLedger: pages.ledger, ev.PageMismatch: pages.mismatch,
+            ev.PageFlush: requests.flushed, ev.ActorDied: self._died,
             ev.LeaseOpen: leases.open, ev.LeaseWait: leases.wait, ev.LeaseMove: leases.move,
             ev.LeaseClose: leases.close,
             ev.TransferPlan: transfers.plan, ev.TransferRecord: transfers.record,
@@ -165,6 +166,12 @@ class Checker:
 
     def _line(self, event: ev.Event) -> int:
         return self._findings.lines.line_of(event.seq)
+
+    def _died(self, event: ev.ActorDied) -> None:
+        """An actor failed: if a guard made it fail, a rule would have been broken behind it."""
+        if event.rule:
+            what = f"a guard tripped in actor {event.actor}: {event.error}"
+            self._findings.violate(rule_of(event.rule), what, (event.seq,))
 
     def _gap(self, event: ev.LogGap) -> None:
         why = f"the log says itself that lines are missing: {event.reason}"

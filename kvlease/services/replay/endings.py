@@ -70,6 +70,8 @@ def check_end(world: World, openings: OpeningRules, seq: int, t_ns: int, is_clos
             f"{wait.owner} owns, had not ended when the log was closed"
         )
         violate("R9", what, (wait.seq, seq), transfer=wait.transfer, layer=wait.layer)
+    if t_ns > world.blocker_ns + GRACE_NS:
+        _check_quarantines(world, seq)
     for lease in world.sequences.values():
         what = f"lease {lease.id} was open when the log was closed"
         violate("R9", what, (lease.seq, seq), lease=lease.id, request=lease.request)
@@ -78,3 +80,14 @@ def check_end(world: World, openings: OpeningRules, seq: int, t_ns: int, is_clos
         if known is None or not known.planned:
             what = f"lease {number} was open when the log was closed"
             violate("R9", what, (end.seq, seq), lease=number, transfer=end.transfer)
+
+
+def _check_quarantines(world: World, seq: int) -> None:
+    """Pages leave quarantine: soon after all that they wait for is over."""
+    for waiting in world.quarantines.values():
+        if world.is_over(waiting):
+            what = (
+                f"{waiting.num_pages} pages were in quarantine when the log was closed, and all "
+                "that they waited for was over"
+            )
+            world.findings.violate("R9", what, (waiting.seq, seq))

@@ -12,6 +12,12 @@ from kvlease.services.replay.verdict import Doubt, Violation
 MAX_KEPT = 100
 """Violations of one rule that are kept whole; the rest is counted."""
 ALL_RULES = tuple(f"R{number}" for number in range(1, 13))
+_KNOWN_RULES = {*ALL_RULES, "R13", "R14"}
+
+
+def rule_of(told: str) -> str:
+    """Return the rule that a line says a guard kept; a name that is none contradicts the format."""
+    return told if told in _KNOWN_RULES else "R14"
 
 
 @final

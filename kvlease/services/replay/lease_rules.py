@@ -15,7 +15,7 @@ from kvlease.protocols.events import (
 from kvlease.services.replay.opening_rules import OpeningRules, depend
 from kvlease.services.replay.page_rules import name_of
 from kvlease.services.replay.pages import HELD, SEALED, STATE_NAMES, UNKNOWN, Pages
-from kvlease.services.replay.state import SequenceState, TransferState, World
+from kvlease.services.replay.state import SequenceState, TransferState, World, compute_again
 
 
 @final
@@ -32,6 +32,7 @@ class LeaseRules:
         self._reserved = world.reserved
         self._sequences = world.sequences
         self._transfers = world.transfers
+        self._quarantines = world.quarantines
         self._page_tokens = world.head.page_tokens
 
     def open(self, event: LeaseOpen) -> None:
@@ -251,6 +252,8 @@ class LeaseRules:
     def close(self, event: LeaseClose) -> None:
         """A right ends: its pages are not pinned by it any more."""
         number, ends = event.lease, self._ends
+        if self._quarantines:
+            self._world.blocker_ns = event.t_ns
         end = ends.pop(number, None)
         if end is None:
             self._close_sequence(number, event)
@@ -306,6 +309,7 @@ class LeaseRules:
         record = lease.record
         if record is not None:
             record.published += lease.published
+            compute_again(record, lease, self._page_tokens)
             if record.lease == lease.id:
                 record.lease = 0
         if self._world.waits:

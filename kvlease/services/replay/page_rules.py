@@ -389,6 +389,11 @@ class PageRules:
             if told != known:
                 what = f"the pool counts {told} {event.tier} pages as {words}, the log {known}"
                 self._findings.violate("R11", what, (event.seq,))
+        if event.reserved and not self._sequences:
+            what = (
+                f"the pool counts {event.reserved} {event.tier} pages as promised, and nobody runs"
+            )
+            self._findings.violate("R11", what, (event.seq,))
         known = pages.num_leased()
         if event.leased < known:
             what = f"the pool counts {event.leased} leased {event.tier} pages, the log {known}"

@@ -3,6 +3,7 @@
 from typing import final
 
 from kvlease.protocols.events import (
+    PageFlush,
     PageRun,
     RequestAdmitted,
     RequestFailed,
@@ -12,7 +13,18 @@ from kvlease.protocols.events import (
 )
 from kvlease.services.replay.lease_rules import LeaseRules
 from kvlease.services.replay.page_rules import name_of
-from kvlease.services.replay.state import GRACE_NS, RequestState, SequenceState, World
+from kvlease.services.replay.state import (
+    GRACE_NS,
+    RequestState,
+    SequenceState,
+    World,
+    compute_again,
+)
+
+MAX_FAILED_LOADS = 8
+"""In a row: a request that loses its cached pages as often makes no progress, and shall compute."""
+LOST = ("load_failed", "page_mismatch")
+"""Why a request is preempted whose cached pages turned out to be none."""
 
 
 @final
@@ -25,6 +37,7 @@ class RequestRules:
         self._findings = world.findings
         self._requests = world.requests
         self._page_tokens = world.head.page_tokens
+        self._identity = world.head.event.identity
         self._lease_rules = leases
 
     def submitted(self, event: RequestSubmitted) -> None:
@@ -52,7 +65,15 @@ class RequestRules:
             return
         record.admitted = event.seq
         self._check_counts(record, event)
-        record.root = self._world.root_of(event.identity)
+        record.root = self._world.root_of(event.identity, event.tenant)
+        if not event.again:
+            record.hits, record.is_lost = event.hit_pages, False
+        elif record.is_lost:
+            what = f"request {record.id} was admitted again, and what it had hit before was lost"
+            self._findings.violate("R12", what, (record.seq, event.seq), request=record.id)
+        if self._world.flushed and (event.identity or self._identity) in self._world.flushed:
+            what = f"request {record.id} was admitted under an identity from before a flush"
+            self._findings.violate("R10", what, (record.seq, event.seq), request=record.id)
         lease = self._world.sequences.get(record.lease)
         if lease is None:
             return
@@ -108,7 +129,7 @@ class RequestRules:
             if pages.roots[page] != root and pages.places[page] >= 0:
                 what = (
                     f"request {lease.request} uses {name_of(pages, page, 1)}, which was sealed "
-                    "under another identity"
+                    "under another identity, or for another tenant"
                 )
                 self._findings.violate(
                     "R10", what, (pages.since[page], lease.seq, seq), request=lease.request,
@@ -116,11 +137,35 @@ class RequestRules:
                 )  # fmt: skip
                 return
 
+    def flushed(self, event: PageFlush) -> None:
+        """What is cached is forgotten: names of before are not used again (R10)."""
+        world = self._world
+        known = {identity for identity, _ in world.roots}
+        if event.identity in known:
+            what = "a flush kept the identity, under which old pages would be found"
+            if event.identity != self._identity:
+                what = "a flush took an identity that had been used before"
+            self._findings.violate("R10", what, (event.seq,))
+        world.flushed = known - {event.identity}
+        world.root_of(event.identity, "")
+
     def preempted(self, event: RequestPreempted) -> None:
         """It gave its pages back and waits."""
         record = self._known(event.request, event.seq, "was preempted")
-        if record is not None:
-            record.admitted = 0
+        if record is None:
+            return
+        record.admitted = 0
+        lease = self._world.sequences.get(record.lease)
+        is_lost = event.reason in LOST and lease is not None
+        if is_lost and lease is not None and not record.published + lease.published:
+            if not record.was_preempted:
+                record.is_lost = True  # its hits were none; the next admission's are counted
+            record.failed_loads += 1
+            if record.failed_loads == MAX_FAILED_LOADS:
+                what = f"request {record.id} lost what it had hit {MAX_FAILED_LOADS} times in a row"
+                self._findings.violate("R9", what, (record.seq, event.seq), request=record.id)
+        else:
+            record.was_preempted, record.failed_loads = True, 0
 
     def finished(self, event: RequestFinished) -> None:
         """It has its answer, or as much of it as its caller wanted."""
@@ -138,6 +183,7 @@ class RequestRules:
         lease = self._world.sequences.get(record.lease)
         if lease is not None:
             record.published += lease.published
+            compute_again(record, lease, self._page_tokens)
         if record.deadline_ns and event.t_ns > record.deadline_ns + GRACE_NS:
             over = (event.t_ns - record.deadline_ns) / 1e9
             what = f"request {record.id} ended {over:.1f} s after its deadline"
@@ -170,4 +216,15 @@ class RequestRules:
             wrong.append(f"asked for {record.max_tokens} tokens and got {usage.output}")
         if usage.output != record.published and not self._world.is_lossy:
             wrong.append(f"got {usage.output} tokens, and its steps published {record.published}")
+        pages, page_tokens = record.hits, self._page_tokens
+        if record.admitted and (
+            device != pages[0] * page_tokens or host != pages[1] * page_tokens
+            or storage != pages[2] * page_tokens or remote != pages[3] * page_tokens
+        ):  # fmt: skip
+            told = f"{device}, {host}, {storage} and {remote} tokens hit by tier"
+            wrong.append(f"counts {told}, and the admission that counts hit pages {[*pages]}")
+        if usage.recomputed != record.again and not self._world.is_lossy:
+            wrong.append(
+                f"counts {usage.recomputed} tokens computed again, and its steps did {record.again}"
+            )
         return wrong

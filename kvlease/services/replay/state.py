@@ -24,6 +24,7 @@ GRACE_NS = 5_000_000_000
 MAX_LIMBO = 1024
 """Settled transfers that are kept because some of their bytes have not landed yet."""
 NO_SEQS: Final[list[int]] = []
+NO_HITS: Final[tuple[int, int, int, int]] = (0, 0, 0, 0)
 
 
 @final
@@ -216,11 +217,20 @@ class SequenceState:
 
 @final
 class RequestState:
-    """One request that has not ended: what it asked for, and where it was seen."""
+    """One request that has not ended: what it asked for, and where it was seen.
+
+    Attributes:
+        hits: pages that it hit by tier, as the admission said that counts.
+        is_lost: what it had hit turned out to be none, and it was not admitted since.
+        was_preempted: for another reason than that what it had hit was lost.
+        failed_loads: loads in a row that took it off its pages.
+        highest, again: up to which position it was computed before its present lease, and how many
+            tokens have been computed again.
+    """
 
     __slots__ = (
-        "admitted", "deadline_ns", "id", "lease", "max_tokens", "prompt", "published", "root",
-        "seq",
+        "admitted", "again", "deadline_ns", "failed_loads", "highest", "hits", "id", "is_lost",
+        "lease", "max_tokens", "prompt", "published", "root", "seq", "was_preempted",
     )  # fmt: skip
 
     def __init__(self, request: int, seq: int) -> None:
@@ -229,6 +239,17 @@ class RequestState:
         self.seq = seq
         self.admitted = self.lease = self.published = self.root = 0
         self.prompt = self.max_tokens = self.deadline_ns = 0
+        self.failed_loads = self.highest = self.again = 0
+        self.hits: tuple[int, int, int, int] = NO_HITS
+        self.is_lost = self.was_preempted = False
+
+
+def compute_again(record: RequestState, lease: SequenceState, page_tokens: int) -> None:
+    """Count what a lease's steps computed that had been computed before (R12)."""
+    again = min(lease.written, record.highest) - lease.base * page_tokens
+    if again > 0:
+        record.again += again
+    record.highest = max(record.highest, lease.written)
 
 
 @final
@@ -260,6 +281,9 @@ class World:
         limbo: settled transfers some of whose bytes have not landed, oldest first.
         waits: waits that have not ended, by step, or by minus the lease outside steps.
         blocking_steps: steps not over yet that quarantined pages wait for.
+        roots: a number for each cache identity and tenant, in the order in which they came.
+        flushed: identities that were there before the latest flush.
+        blocker_ns: when something last ended that quarantined pages may have waited for.
     """
 
     def __init__(self, head: LogOpen, findings: Findings) -> None:
@@ -283,7 +307,9 @@ class World:
         self.quarantines: dict[int, Quarantine] = {}
         self.waits: dict[int, list[LeaseWait]] = {}
         self.blocking_steps: set[int] = set()
-        self.roots: dict[str, int] = {head.identity: 0}
+        self.roots: dict[tuple[str, str], int] = {(head.identity, ""): 0}
+        self.flushed: set[str] = set()
+        self.blocker_ns = 0
 
     def forget(self) -> None:
         """Know nothing of what was before this line: lines are missing."""
@@ -320,11 +346,22 @@ class World:
             plan.source_lease in self.ends or plan.destination_lease in self.ends
         )
 
-    def root_of(self, identity: str) -> int:
-        """Return the number of a cache identity; an empty one is the head's."""
-        if not identity or identity in self.roots:
-            return self.roots.get(identity, 0)
-        for pages in self.tiers.values():
-            pages.is_mixed = True
-        self.roots[identity] = len(self.roots)
-        return self.roots[identity]
+    def root_of(self, identity: str, tenant: str) -> int:
+        """Return the number of a tenant under a cache identity; an empty one is the head's."""
+        key = identity or self.head.event.identity, tenant
+        root = self.roots.get(key)
+        if root is None:
+            for pages in self.tiers.values():
+                pages.is_mixed = True
+            root = self.roots[key] = len(self.roots)
+        return root
+
+    def is_over(self, waiting: Quarantine) -> bool:
+        """Whether all that quarantined pages wait for has come to its end."""
+        for transfer in waiting.transfers:
+            known = self.transfers.get(transfer)
+            if known is not None and self.is_held(known):
+                return False
+        return self.blocking_steps.isdisjoint(waiting.steps) and not any(
+            map(self.opened_at, waiting.leases)
+        )

@@ -9,6 +9,7 @@ from typing import final
 from attrs import define
 
 from kvlease.protocols.events import Opening, Row, StepDiscarded, StepDone, StepRead
+from kvlease.services.replay.findings import rule_of
 from kvlease.services.replay.opening_rules import OpeningRules
 from kvlease.services.replay.state import SequenceState, World
 
@@ -115,7 +116,7 @@ class StepRules:
             else:
                 self._row(lease, event, row)
         if self._blocking or self._waits:
-            self._over(event.step)
+            self._over(event)
 
     def _row(self, lease: SequenceState, event: StepDone, row: Row) -> None:
         """Take a row that may not be as it should be, or whose lease needs another look."""
@@ -149,12 +150,18 @@ class StepRules:
         lease.is_plain = lease.depends is None and lease.floor <= lease.written
 
     def discarded(self, event: StepDiscarded) -> None:
-        """A step published nothing."""
-        self._over(event.step)
+        """A step published nothing: what it had opened failed, or a guard stopped it."""
+        if event.rule:
+            what = f"a guard tripped in step {event.step}: {event.reason}"
+            self._findings.violate(rule_of(event.rule), what, (event.seq,), step=event.step)
+        if self._blocking or self._waits:
+            self._over(event)
 
-    def _over(self, step: int) -> None:
-        if self._blocking:
+    def _over(self, event: StepDone | StepDiscarded) -> None:
+        step = event.step
+        if step in self._blocking:
             self._blocking.discard(step)
+            self._world.blocker_ns = event.t_ns
         if self._waits:
             self._waits.pop(step, None)
 
