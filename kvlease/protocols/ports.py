@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, final, runtime_checkable
 
 import msgspec
 from attrs import frozen
@@ -198,6 +198,19 @@ class ModelRunner(Protocol):
 
         Ownership: borrows the lease; rows are written only through it. Raises TransferFailed when
         a layer's transfer failed; the caller then discards the step.
+        """
+        ...
+
+
+@runtime_checkable
+class CompilesAhead(Protocol):
+    """A model runner whose kernels are compiled when they are first launched, or before that."""
+
+    def compile_ahead(self, sessions: int, pages: int, told: Callable[[int, int], None]) -> int:
+        """Compile what steps of up to so many sequences of so many pages each launch.
+
+        For a thread; blocks. Returns the number of kernels. ``told`` hears from time to time how
+        many of how many are compiled; what it raises ends the work.
         """
         ...
 

@@ -3,18 +3,25 @@
 Keeps torch-heavy loading off the Trio thread; knows the config, not the engine.
 """
 
+import logging
+import time
 from pathlib import Path
 
+import trio
 from attrs import frozen
 
 from kvlease.kernels.models.deepseek_v4 import ModelOptions, load_model
 from kvlease.kernels.models.null_model import NullModel
 from kvlease.protocols.config import EngineConfig
-from kvlease.protocols.ports import ModelRunner
+from kvlease.protocols.ports import CompilesAhead, ModelRunner
 from kvlease.runtime.cuda_streams import require_cuda
 
 EMBEDDED_PAGE_TOKENS = 64
 PAGE_TOKENS = 256
+TELL_EVERY_S = 5.0
+"""Seconds between two words on how far compilation is."""
+
+_log = logging.getLogger(__name__)
 
 
 @frozen
@@ -48,3 +55,21 @@ def load(model: str | Path | ModelRunner | None, config: EngineConfig) -> Loaded
     folder = None if model is None else Path(model)
     runner = load_model(folder, options, config.seed)
     return LoadedModel(runner, "embedded" if folder is None else folder.name)
+
+
+def compile_kernels(runner: CompilesAhead, config: EngineConfig) -> None:
+    """Compile a model's kernels before the first request; for a thread that `trio` has started.
+
+    Takes a fraction of a second where the machine has compiled them before. Cancelled: ends after
+    the kernels that are being compiled.
+    """
+    next_word = time.monotonic() + TELL_EVERY_S
+
+    def told(done: int, total: int) -> None:
+        nonlocal next_word
+        trio.from_thread.check_cancelled()
+        if time.monotonic() >= next_word:
+            next_word += TELL_EVERY_S
+            _log.warning("compiling the model's kernels: %d of %d done", done, total)
+
+    runner.compile_ahead(config.max_sessions, config.device_pages, told)

@@ -5,7 +5,7 @@
 
 Where the row ends a group, the group's slots are pooled, normalised, turned and stored in the
 sequence's page. In a decode step the row itself then goes into the ring; in a chunk that is left to
-the caller, since a later row's place may be one that an earlier row still reads.
+a later launch, since a row's place may be one that an earlier row still reads.
 """
 
 from typing import NamedTuple
@@ -107,12 +107,23 @@ def compress_row(rows, projected, work, n, PARTS: tl.constexpr, SIZES: tl.conste
             page = tl.load(rows.table + sequence * rows.table_row + group // PAGE_ROWS)
             store_row(x, work.store, page, group % PAGE_ROWS, D, R, SIZES[8], SIZES[9])
         if rows.starts is None:
-            WIDTH: tl.constexpr = D * 2 if OVERLAPS else D
-            wide = tl.arange(0, WIDTH)
-            always = wide >= 0
-            place = (slot * RING + position % RING) * WIDTH + wide
-            value = add_parts(projected, n, KV + wide, always, PARTS)
-            gate = add_parts(projected, n, GATE + wide, always, PARTS)
-            gate += tl.load(work.bias + (position % RATIO) * WIDTH + wide)
-            tl.store(work.kv + place, value.to(tl.bfloat16))
-            tl.store(work.gate + place, gate)
+            keep_state(rows, projected, work, n, PARTS, SIZES)
+
+
+@triton.jit
+def keep_state(rows, projected, work, n, PARTS: tl.constexpr, SIZES: tl.constexpr):
+    """Put row n, which is none of padding, into its sequence's ring of one compressor."""
+    D: tl.constexpr = SIZES[2]
+    RATIO: tl.constexpr = SIZES[4]
+    RING: tl.constexpr = SIZES[5]
+    WIDTH: tl.constexpr = D * 2 if SIZES[6] else D
+    position = tl.load(rows.positions + n)
+    slot = tl.load(rows.slots + sequence_of(rows, n)).to(tl.int64)
+    wide = tl.arange(0, WIDTH)
+    always = wide >= 0
+    place = (slot * RING + position % RING) * WIDTH + wide
+    value = add_parts(projected, n, SIZES[0] + wide, always, PARTS)
+    gate = add_parts(projected, n, SIZES[1] + wide, always, PARTS)
+    gate += tl.load(work.bias + (position % RATIO) * WIDTH + wide)
+    tl.store(work.kv + place, value.to(tl.bfloat16))
+    tl.store(work.gate + place, gate)

@@ -56,13 +56,25 @@ def _up(
         tl.store(out + where, hidden.to(tl.bfloat16), mask=inside & real[None, :])
 
 
+@triton.jit
+def _chosen(dense, lanes, real, E: tl.constexpr, BE: tl.constexpr):
+    """Return how many experts any row chose, and their numbers in ascending order, 4 bits each."""
+    experts = tl.arange(0, BE)
+    inside = real[:, None] & (experts < E)[None, :]
+    shares = tl.load(dense + lanes[:, None] * E + experts[None, :], mask=inside, other=0.0)
+    is_chosen = (tl.max(tl.abs(shares), axis=0) > 0.0).to(tl.int32)
+    place = tl.cumsum(is_chosen, 0) - 1
+    numbers = experts.to(tl.int64) << (4 * tl.maximum(place, 0)).to(tl.int64)
+    return tl.sum(is_chosen), tl.sum(tl.where(is_chosen > 0, numbers, 0))
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _down(
-    hidden, dense, down, out, num_rows, E: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SHARES: tl.constexpr,
+    hidden, dense, down, out, num_rows, E: tl.constexpr, BE: tl.constexpr, D: tl.constexpr,
+    F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SHARES: tl.constexpr,
     STAGES: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write BN channels of the sum over every SHARES-th expert, out [SHARES, N, D]."""
+    """Write BN channels of one share of the sum over all chosen experts, out [SHARES, N, D]."""
     share = tl.program_id(1)
     lanes = tl.arange(0, BM)
     real = lanes < num_rows
@@ -71,20 +83,22 @@ def _down(
     inside = (channels < D)[:, None]
     total = tl.zeros((BN, BM), tl.float32)
     begin = channels.to(tl.int64) * (E * F)
-    fetch_lines(down + begin + share * F, channels < D, LINES, EARLY)
+    fetch_lines(down + begin + share * (E * F // SHARES), channels < D, LINES, EARLY)
     wait_for_inputs(EARLY)
-    for expert in range(share, E, SHARES):
-        weight = tl.load(dense + lanes * E + expert, mask=real, other=0.0)
-        if tl.max(tl.abs(weight)) > 0.0:
-            at = begin[:, None] + expert * F + deep[None, :]
-            vector = (expert * num_rows + lanes).to(tl.int64)[:, None] * F + deep[None, :]
-            for k in tl.range(0, F, BK, num_stages=STAGES):
-                within = (deep + k < F)[None, :]
-                x = tl.load(hidden + vector + k, mask=real[:, None] & within, other=0.0)
-                w = tl.load(
-                    down + at + k, mask=inside & within, other=0.0, eviction_policy="evict_first"
-                )
-                total = tl.dot(w, x.T, total)
+    count, chosen = _chosen(dense, lanes, real, E, BE)
+    STEPS: tl.constexpr = (F + BK - 1) // BK
+    each = (count * STEPS + SHARES - 1) // SHARES
+    first = share * each
+    for step in tl.range(first, tl.minimum(first + each, count * STEPS), num_stages=STAGES):
+        expert = ((chosen >> (step // STEPS * 4)) & 15).to(tl.int32)
+        k = step % STEPS * BK
+        within = (deep + k < F)[None, :]
+        at = expert * num_rows + lanes
+        vector = hidden + at.to(tl.int64)[:, None] * F + deep[None, :] + k
+        x = tl.load(vector, mask=real[:, None] & within, other=0.0)
+        matrix = down + begin[:, None] + expert * F + deep[None, :] + k
+        w = tl.load(matrix, mask=inside & within, other=0.0, eviction_policy="evict_first")
+        total = tl.dot(w, x.T, total)
     where = (share * num_rows + lanes).to(tl.int64)[None, :] * D + channels[:, None]
     tl.store(out + where, total, mask=inside & real[None, :])
 
@@ -92,7 +106,8 @@ def _down(
 def mix_few(rows: Tensor, dense: Tensor, weights: ExpertWeights, limit: float) -> Tensor:
     """Return the weighted sum of the experts' outputs, as parts to be added.
 
-    Shapes: rows [N, D] bf16, N up to 128; dense [N, E] float32; result [shares, N, D] float32.
+    Shapes: rows [N, D] bf16, N up to 128; dense [N, E] float32, E up to 16; result [shares, N, D]
+    float32.
     """
     num_rows, width = rows.shape
     experts, hidden = weights.num_experts, weights.width
@@ -109,8 +124,9 @@ def mix_few(rows: Tensor, dense: Tensor, weights: ExpertWeights, limit: float) -
     out = rows.new_empty((shares, num_rows, width), dtype=torch.float32)
     tall, step = min(64, triton.next_power_of_2(width)), min(128, triton.next_power_of_2(hidden))
     _down[(triton.cdiv(width, tall), shares)](
-        inner, dense, weights.down, out, num_rows, E=experts, D=width, F=hidden, BM=side, BN=tall,
-        BK=step if side < 128 else min(step, 64), SHARES=shares, STAGES=stages,
+        inner, dense, weights.down, out, num_rows, E=experts, BE=triton.next_power_of_2(experts),
+        D=width, F=hidden, BM=side, BN=tall, BK=step if side < 128 else min(step, 64),
+        SHARES=shares, STAGES=stages,
         LINES=min(8, step // 16), num_warps=warps, **early_launch(_down),
     )  # fmt: skip
     return out

@@ -1,5 +1,6 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportGeneralTypeIssues=false
 # Triton's language has no types: what a kernel does with them is checked by its tests.
 """A mixture of experts for many rows: rows sorted by expert, each expert on its own rows.
 
@@ -17,54 +18,71 @@ from kvlease.kernels.moe import ExpertWeights
 
 _TALL = 128
 """Rows of one tile."""
+_BLOCK = 2048
+"""Slots that are sorted at once."""
 
 
 @frozen
 class Sorted:
-    """Slots (a row and one of its experts) in the order of experts.
+    """Slots (a row and one of its experts, number row * wide + choice) in the order of experts.
 
-    slots [tiles * tall] int32: number of the slot (row * wide + choice), or the count of all slots
-    where a tile is not full; experts [tiles] int32, or -1 past the last tile.
+    slots [N * wide] int32; counts [E] int32, how many each expert has.
     """
 
     slots: Tensor
-    experts: Tensor
-    tall: int
+    counts: Tensor
 
 
-def sort_slots(chosen: Tensor, num_experts: int, tall: int = _TALL) -> Sorted:
-    """Return the slots of ``chosen`` [N, wide] int32 by expert, each expert's tiles padded."""
-    count = chosen.numel()
-    tiles = triton.cdiv(count, tall) + num_experts
-    flat = chosen.flatten().long()
-    order = torch.argsort(flat, stable=True)
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
-    ends = counts.cumsum(0)
-    tile_ends = ((counts + tall - 1) // tall).cumsum(0)
-    experts_in_order = flat[order]
-    first = (ends - counts)[experts_in_order]
-    first_tile = (tile_ends - (counts + tall - 1) // tall)[experts_in_order]
-    lanes = torch.arange(count, device=chosen.device)
-    slots = torch.full((tiles * tall,), count, dtype=torch.int32, device=chosen.device)
-    slots.scatter_(0, first_tile * tall + lanes - first, order.int())
-    numbers = torch.arange(tiles, device=chosen.device)
-    experts = torch.searchsorted(tile_ends, numbers, right=True)
-    experts = torch.where(experts < num_experts, experts, -1).int()
-    return Sorted(slots, experts, tall)
+@triton.jit(do_not_specialize=["count"])
+def _sort(chosen, slots, counts, count, BLOCK: tl.constexpr):
+    """Write the slots of one expert, behind those of all experts before it."""
+    expert = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    before = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, count, BLOCK):
+        at = first + lanes
+        before += (tl.load(chosen + at, mask=at < count, other=expert) < expert).to(tl.int32)
+    begin = tl.sum(before)
+    place = begin
+    for first in range(0, count, BLOCK):
+        at = first + lanes
+        mine = (tl.load(chosen + at, mask=at < count, other=-1) == expert).to(tl.int32)
+        tl.store(slots + place + tl.cumsum(mine, 0) - 1, at, mask=mine > 0)
+        place += tl.sum(mine)
+    tl.store(counts + expert, place - begin)
+
+
+def sort_slots(chosen: Tensor, num_experts: int) -> Sorted:
+    """Return the slots of ``chosen`` [N, wide] int32 by expert, in one launch."""
+    slots = torch.empty_like(chosen.view(-1))
+    counts = chosen.new_empty((num_experts,))
+    _sort[(num_experts,)](chosen, slots, counts, chosen.numel(), BLOCK=_BLOCK, num_warps=8)
+    return Sorted(slots, counts)
+
+
+@triton.jit
+def _slots_of(slots, counts, tile, E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr):
+    """Return a tile's expert (E or more past the last one), its slots, and which lanes have one."""
+    lanes = tl.arange(0, BE)
+    sizes = tl.load(counts + lanes, mask=lanes < E, other=0)
+    tiles = (sizes + BM - 1) // BM
+    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32))
+    done = lanes < expert
+    lane = (tile - tl.sum(tl.where(done, tiles, 0))) * BM + tl.arange(0, BM)
+    real = lane < tl.sum(tl.where(lanes == expert, sizes, 0))
+    mine = tl.load(slots + tl.sum(tl.where(done, sizes, 0)) + lane, mask=real, other=0)
+    return expert, mine, real
 
 
 @triton.jit
 def _up(
-    rows, slots, experts, shares, gate, up, out, count, limit, WIDE: tl.constexpr, D: tl.constexpr,
-    F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    rows, slots, counts, shares, gate, up, out, limit, WIDE: tl.constexpr, E: tl.constexpr,
+    BE: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write BN channels of the weighted hidden rows of one tile's slots, out [slots, F]."""
-    tile = tl.program_id(1)
-    expert = tl.load(experts + tile)
-    if expert >= 0:
-        mine = tl.load(slots + tile * BM + tl.arange(0, BM))
-        real = mine < count
+    expert, mine, real = _slots_of(slots, counts, tl.program_id(1), E, BE, BM)
+    if expert < E:
         channels = tl.program_id(0) * BN + tl.arange(0, BN)
         deep = tl.arange(0, BK)
         first = tl.zeros((BM, BN), tl.float32)
@@ -89,15 +107,12 @@ def _up(
 
 @triton.jit
 def _down(
-    hidden, slots, experts, down, out, count, E: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    hidden, slots, counts, down, out, E: tl.constexpr, BE: tl.constexpr, D: tl.constexpr,
+    F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write BN channels of the outputs of one tile's slots, out [slots, D]."""
-    tile = tl.program_id(1)
-    expert = tl.load(experts + tile)
-    if expert >= 0:
-        mine = tl.load(slots + tile * BM + tl.arange(0, BM))
-        real = mine < count
+    expert, mine, real = _slots_of(slots, counts, tl.program_id(1), E, BE, BM)
+    if expert < E:
         channels = tl.program_id(0) * BN + tl.arange(0, BN)
         deep = tl.arange(0, BK)
         total = tl.zeros((BM, BN), tl.float32)
@@ -123,19 +138,20 @@ def mix_many(
     (num_rows, width), wide = rows.shape, chosen.shape[1]
     experts, hidden = weights.num_experts, weights.width
     tall = _TALL if chosen.numel() >= 64 * experts else 16
-    order = sort_slots(chosen, experts, tall)
+    order = sort_slots(chosen, experts)
     inner = rows.new_empty((num_rows * wide, hidden))
     outer = rows.new_empty((num_rows, wide, width))
-    tiles = len(order.experts)
+    # every expert may leave one tile unfilled
+    tiles = triton.cdiv(chosen.numel(), tall) + experts
     block, step = min(128, triton.next_power_of_2(hidden)), min(64, triton.next_power_of_2(width))
-    options = {"num_warps": 8 if tall > 16 else 4, "STAGES": 3}
+    options = {"num_warps": 8 if tall > 16 else 4, "STAGES": 3, "BM": tall}
+    options |= {"E": experts, "BE": triton.next_power_of_2(experts), "D": width, "F": hidden}
     _up[(triton.cdiv(hidden, block), tiles)](
-        rows, order.slots, order.experts, shares, weights.gate, weights.up, inner,
-        chosen.numel(), limit, WIDE=wide, D=width, F=hidden, BM=tall, BN=block, BK=step, **options,
+        rows, order.slots, order.counts, shares, weights.gate, weights.up, inner, limit,
+        WIDE=wide, BN=block, BK=step, **options,
     )  # fmt: skip
     block, step = min(128, triton.next_power_of_2(width)), min(64, triton.next_power_of_2(hidden))
     _down[(triton.cdiv(width, block), tiles)](
-        inner, order.slots, order.experts, weights.down, outer, chosen.numel(),
-        E=experts, D=width, F=hidden, BM=tall, BN=block, BK=step, **options,
+        inner, order.slots, order.counts, weights.down, outer, BN=block, BK=step, **options,
     )  # fmt: skip
     return outer.transpose(0, 1)

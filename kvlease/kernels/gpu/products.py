@@ -27,7 +27,16 @@ def multiply_whole(rows: Tensor, weight: Tensor) -> Tensor:
         return torch.mm(rows, weight.t())
     groups, width, deep = weight.shape
     result = rows.new_empty((len(rows), groups * width))
-    for g in range(groups):
-        part = rows[:, g * deep : (g + 1) * deep]
-        torch.mm(part, weight[g].t(), out=result[:, g * width : (g + 1) * width])
+    apart = rows.view(len(rows), groups, deep).transpose(0, 1)
+    into = result.view(len(rows), groups, width).transpose(0, 1)
+    torch.bmm(apart, weight.transpose(1, 2), out=into)
     return result
+
+
+def multiply_exact(rows: Tensor, weight: Tensor) -> Tensor:
+    """Return rows @ weight.T as parts to be added, [shares, N, M] float32; shapes as `multiply`."""
+    if len(rows) <= FEW:
+        return multiply_few(rows, weight)
+    if rows.is_cuda:
+        return torch.mm(rows, weight.t(), out_dtype=torch.float32).unsqueeze(0)
+    return (rows.float() @ weight.float().t()).unsqueeze(0)

@@ -19,8 +19,8 @@ class StepRows(NamedTuple):
     """Rows of a step, all int32.
 
     positions [N], -1 for padding; table [B, P] page numbers; slots [B] rings. In a chunk sequences
-    [N] names each row's sequence and starts [N] the first position that its sequence computes in
-    this step; both are None in a decode step.
+    [N] names each row's sequence, and starts and lasts [N] are the first and the last position
+    that its sequence computes in this step; all three are None in a decode step.
     """
 
     positions: Tensor
@@ -28,6 +28,7 @@ class StepRows(NamedTuple):
     slots: Tensor
     sequences: Tensor | None
     starts: Tensor | None
+    lasts: Tensor | None
     table_row: int
 
 

@@ -6,12 +6,13 @@ which read and write nothing.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import final
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from attrs import define, frozen
+from attrs import define, field, frozen
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -22,24 +23,11 @@ from kvlease.kernels.models.device_step import DeviceLayers, Pending
 from kvlease.protocols.schema import AnyLayer
 
 MAX_BUCKET = 128
-_LEAST_PAGES = 16
+LEAST_PAGES = 16
 _ALIGNED = 4
 """Rows begin at multiples of 16 bytes, so that kernels are compiled once for every batch."""
 
 Memory = Sequence[tuple[AnyLayer, LayerMemory]]
-
-
-@frozen
-class WholeMemory:
-    """The memory of all layers of one pool, and its addresses."""
-
-    layers: Memory
-    addresses: tuple[int, ...]
-
-    @classmethod
-    def of(cls, layers: Memory) -> "WholeMemory":
-        """Note where everything lies."""
-        return cls(layers, tuple(at for _, part in layers for at in part.addresses))
 
 
 def round_to_power(count: int) -> int:
@@ -60,7 +48,7 @@ class DecodeNumbers:
     def bucket(self) -> tuple[int, int]:
         """The size that the batch and its page tables are filled up to."""
         count, pages = self.table.shape
-        return round_to_power(count), max(_LEAST_PAGES, round_to_power(pages))
+        return round_to_power(count), max(LEAST_PAGES, round_to_power(pages))
 
 
 @frozen
@@ -113,50 +101,56 @@ class _Captured:
     tokens: Tensor
 
 
+@define
+class PoolGraphs:
+    """The memory of all layers of one pool, and the steps that were captured over it."""
+
+    layers: Memory
+    captured: dict[Layout, _Captured] = field(factory=dict[Layout, _Captured])
+
+
 @final
 class DecodeGraphs:
     """The captured decode steps of one model; used by one stream's worker.
 
-    A graph belongs to the memory it was captured over: a step of another pool captures its own.
+    A graph belongs to the memory it was captured over, and goes when that does: a step of another
+    pool captures its own.
     """
 
     def __init__(self, layers: DeviceLayers) -> None:
         """Nothing is captured before it is needed."""
         self._layers = layers
-        self._captured: dict[tuple[object, ...], _Captured] = {}
-        self._shared: torch.cuda.CUDAGraph | None = None
-        self._known: WeakKeyDictionary[object, WholeMemory] = WeakKeyDictionary()
+        self._pools: WeakKeyDictionary[object, PoolGraphs] = WeakKeyDictionary()
 
     def knows(self, memory: object) -> bool:
         """Whether all layers of this memory were opened before."""
-        return memory in self._known
+        return memory in self._pools
 
-    def all_of(self, memory: object, opened: Memory) -> WholeMemory:
-        """Return all layers of a memory, of which a step has opened some (at first: all).
+    def of(self, memory: object, opened: Memory) -> PoolGraphs:
+        """Return what is known of a memory, of which a step has opened some layers (at first: all).
 
         Raises:
             LayoutMismatch: a layer lies elsewhere than it did.
         """
-        known = self._known.get(memory)
+        known = self._pools.get(memory)
         if known is None:
-            known = self._known[memory] = WholeMemory.of(opened)
+            known = self._pools[memory] = PoolGraphs(opened)
         places = {layer.id: part for layer, part in known.layers}
         if any(places[layer.id].addresses != part.addresses for layer, part in opened):
             raise LayoutMismatch("a pool's memory has moved under a captured decode step")
         return known
 
-    def run(self, numbers: DecodeNumbers, memory: WholeMemory) -> tuple[Tensor, Tensor]:
+    def run(self, numbers: DecodeNumbers, pool: PoolGraphs) -> tuple[Tensor, Tensor]:
         """Run a step; return logits [B, V] float32 and best tokens [B] int32 of its B rows.
 
         Ownership: the results are the graph's own, valid in stream order until its next run.
         """
         count, layout = len(numbers.positions), Layout(*numbers.bucket)
         staged = layout.place(numbers)
-        key = layout, memory.addresses
-        found = self._captured.get(key)
+        found = pool.captured.get(layout)
         if found is None:
             buffer = staged.to(self._layers.packed.weights.embed.device)
-            found = self._captured[key] = self._capture(buffer, layout, memory.layers)
+            found = pool.captured[layout] = self._capture(buffer, layout, pool.layers)
         else:
             found.buffer.copy_(staged, non_blocking=True)
         found.graph.replay()
@@ -167,17 +161,17 @@ class DecodeGraphs:
         # the first run compiles; a step that runs twice leaves the same rows
         self._step(rows, tokens, memory)
         graph = torch.cuda.CUDAGraph()
-        # graphs run one at a time, so all use the memory of the first
-        pool = None if self._shared is None else self._shared.pool()
+        # graphs run one at a time, so all may use the same memory
+        others = chain.from_iterable(pool.captured.values() for pool in self._pools.values())
+        pool = next((other.graph.pool() for other in others), None)
         # other streams go on meanwhile: only this thread's calls belong to the capture
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             logits, best = self._step(rows, tokens, memory)
-        self._shared = self._shared or graph
         return _Captured(graph, buffer, logits, best)
 
     def _step(self, rows: StepRows, tokens: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
         before: Pending | Tensor = tokens
         for layer, part in memory:
-            before, _ = self._layers.layer(before, tokens, layer, part, rows, None)
+            before = self._layers.layer(before, tokens, layer, part, rows, None)
         assert isinstance(before, Pending), "a model has layers"
         return self._layers.finish(before)

@@ -17,7 +17,7 @@ from kvlease.kernels.models.config_file import read_config
 from kvlease.kernels.models.embedded import EMBEDDED_CONFIG, RandomTensors
 from kvlease.kernels.models.loader import Checkpoint
 from kvlease.kernels.models.opening import open_layer_of, open_ready_step, stand_for_all
-from kvlease.kernels.models.step_run import Run, StepRun, TokensDrawn, WholeRun
+from kvlease.kernels.models.step_run import CompiledRuns, Run, StepRun, TokensDrawn, WholeRun
 from kvlease.kernels.models.weights import ModelWeights, build_weights
 from kvlease.kernels.selftest import require_row_invariance
 from kvlease.kernels.tiling import EXACT, FAST, Tiling
@@ -96,6 +96,13 @@ class DeepseekV4:
     def fingerprint(self) -> str:
         """Hash of weights and geometry."""
         return self._fingerprint
+
+    def compile_ahead(self, sessions: int, pages: int, told: Callable[[int, int], None]) -> int:
+        """Do as `CompilesAhead` says; plain torch has nothing to compile."""
+        if not isinstance(self._run, CompiledRuns):
+            return 0
+        longest = -(-self.max_positions // self._schema.page_tokens)
+        return self._run.compile_ahead(self._schema, sessions, min(pages, longest), told)
 
     async def forward(self, inputs: StepInput, lease: StepLease, stream: Stream) -> TokensDrawn:
         """Launch one step on the stream, awaiting one layer's lease at a time.

@@ -1,6 +1,6 @@
 """One layer's attention by kernels: the same steps as ``attention_block``, in few launches.
 
-What differs between a decode step and a chunk is where a row's window lies and who fills the rings.
+What differs between a decode step and a chunk is where a row's window lies.
 """
 
 import torch
@@ -32,7 +32,7 @@ from kvlease.protocols.schema import AnyLayer, RowFormat
 class ChunkWindows:
     """A chunk's windows: all rows in one buffer [., D], row n's own at ``own`` [N] int32.
 
-    ``stretches`` are its rows by sequence.
+    Every layer fills the buffer anew. ``stretches`` are the chunk's rows by sequence.
     """
 
     rows: Tensor
@@ -53,11 +53,10 @@ class LayerStep:
 
 def attend(
     hidden: Tensor, step: LayerStep, rows: StepRows, windows: ChunkWindows | None
-) -> tuple[BlockOutput, Tensor]:
-    """Return the attention's output and the joined projection, parts [S, N, M].
+) -> BlockOutput:
+    """Return the attention's output. Rings and pages are written, in a chunk also its windows.
 
-    In a decode step (``windows`` None) rings and pages are written; in a chunk ``windows.rows`` and
-    pages are, and the rings are the caller's. Shapes: hidden [N, hidden] bf16.
+    Shapes: hidden [N, hidden] bf16. ``windows`` None: a decode step.
     """
     config, weights, memory = step.config, step.weights, step.memory
     joined = multiply(hidden, weights.from_hidden)
@@ -92,7 +91,7 @@ def attend(
         span = Span(windows.rows, windows.own)
         prefill_attention(query_rows, span, chosen, turn, window_keys=config.window)
     low = multiply_whole(out.flatten(1), weights.out_down)
-    return BlockOutput(multiply(low, weights.out_up)), joined
+    return BlockOutput(multiply(low, weights.out_up))
 
 
 def _project(
@@ -101,8 +100,8 @@ def _project(
     """Launch all that follows the joined projection; return the indexer's head weights."""
     config, weights, memory = step.config, step.weights, step.memory
     near = Near(
-        weights.q_norm, weights.kv_norm, rank,
-        memory.window if windows is None else windows.rows,
+        weights.q_norm, weights.kv_norm, rank, memory.window,
+        None if windows is None else windows.rows,
         None if windows is None else windows.own, step.turns, config.norm_eps,
     )  # fmt: skip
     main = inner = heads = None
@@ -119,9 +118,7 @@ def _project(
         at += 2 * weights.index_compressor.bias.shape[1]
         out = joined.new_empty((len(rows.positions), config.index_heads), dtype=torch.float32)
         heads = Heads(out, (config.index_heads * config.index_dim) ** -0.5), at
-    after_projection(
-        rows, projected(joined), near, main, inner, heads, config.rope_dim, config.window
-    )
+    after_projection(rows, projected(joined), near, main, inner, heads, config.rope_dim)
     return None if heads is None else heads[0].out
 
 

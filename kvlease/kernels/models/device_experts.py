@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from kvlease.kernels.gpu.few_experts import mix_few
-from kvlease.kernels.gpu.few_rows import FEW, multiply_few
 from kvlease.kernels.gpu.many_experts import mix_many
+from kvlease.kernels.gpu.products import multiply_exact
 from kvlease.kernels.gpu.route_rows import route_rows
 from kvlease.kernels.gpu.step_rows import projected
 from kvlease.kernels.gpu.streams import BlockOutput
@@ -20,10 +20,7 @@ def mix(hidden: Tensor, tokens: Tensor, layer: DeviceLayer, config: V4Config) ->
     """Return the block's output. Shapes: hidden [N, D] bf16; tokens [N] int32."""
     moe = layer.weights.moe
     # a rounded score would change which experts a token meets
-    if len(hidden) <= FEW:
-        logits = multiply_few(hidden, layer.router)
-    else:
-        logits = (hidden.float() @ moe.router.t()).unsqueeze(0)
+    logits = multiply_exact(hidden, layer.router)
     chosen, shares, dense = route_rows(
         projected(logits), tokens, moe.table, moe.bias, config.num_experts,
         config.experts_per_token, config.scoring, config.routed_scale,

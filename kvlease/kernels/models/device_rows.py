@@ -115,6 +115,7 @@ def step_rows(
     slots: Tensor,
     sequences: Tensor | None = None,
     starts: Tensor | None = None,
+    lasts: Tensor | None = None,
 ) -> StepRows:
     """Describe rows on the device; an empty table stands for layers that keep nothing a page."""
-    return StepRows(positions, table, slots, sequences, starts, table.stride(0))
+    return StepRows(positions, table, slots, sequences, starts, lasts, table.stride(0))

@@ -14,14 +14,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlease.errors import UsageError
+from kvlease.kernels.gpu.compile_ahead import compile_ahead
 from kvlease.kernels.gpu.step_rows import StepRows
 from kvlease.kernels.models.chunk_state import ChunkState
 from kvlease.kernels.models.config import V4Config
-from kvlease.kernels.models.decode_graph import MAX_BUCKET, DecodeGraphs, DecodeNumbers, Layout
-from kvlease.kernels.models.device_rows import open_layer, paged_rows, place_parts, step_rows
+from kvlease.kernels.models.decode_graph import (
+    LEAST_PAGES,
+    MAX_BUCKET,
+    DecodeGraphs,
+    DecodeNumbers,
+    Layout,
+)
+from kvlease.kernels.models.device_attention import ChunkWindows
+from kvlease.kernels.models.device_rows import Ints, open_layer, paged_rows, place_parts, step_rows
 from kvlease.kernels.models.device_step import DeviceLayers, Pending
 from kvlease.kernels.models.device_weights import pack_weights, runs_on_kernels
 from kvlease.kernels.models.opening import StepView
+from kvlease.kernels.models.rehearsal import Rehearsal, rehearse
 from kvlease.kernels.models.step_run import TokensDrawn
 from kvlease.kernels.models.weights import ModelWeights
 from kvlease.kernels.placing import fetch, place
@@ -30,7 +39,7 @@ from kvlease.kernels.step_plan import Endings, StepPlan
 from kvlease.kernels.tiling import FAST
 from kvlease.kernels.views import RowIndex, pages_of, require_open, slots_of
 from kvlease.protocols.ports import SampledToken, Sampling, StepInput
-from kvlease.protocols.schema import AnyLayer
+from kvlease.protocols.schema import AnyLayer, Schema
 from kvlease.protocols.views import SlidingStepView, SparseStepView
 
 
@@ -48,7 +57,7 @@ class DeviceRun:
         self._tokens: Tensor | None = None
         self._plan: StepPlan | None = None
         self._chunk: ChunkState | None = None
-        self._own: Tensor | None = None
+        self._windows: ChunkWindows | None = None
         self._rows: StepRows | None = None
         self._has_table = False
         self.result = TokensDrawn()
@@ -81,20 +90,11 @@ class DeviceRun:
         """Run one layer: attention, then experts."""
         plan, rows = self._placed(view)
         self._require_open(view, plan.endings, plan.index)
-        config = self._layers.config
-        windows = None
-        if self._chunk is not None and self._own is not None:
-            windows = self._chunk.windows(view, self._own, config.head_dim)
         assert self._before is not None, "tokens are placed with the rows"
         assert self._tokens is not None, "tokens are placed with the rows"
-        self._before, joined = self._layers.layer(
-            self._before, self._tokens, layer, open_layer(view), rows, windows
+        self._before = self._layers.layer(
+            self._before, self._tokens, layer, open_layer(view), rows, self._windows
         )
-        if self._chunk is not None and windows is not None:
-            weights = self._layers.packed.layers[layer.id].weights.attention
-            column = config.q_rank + config.head_dim
-            whole = joined[0] if len(joined) == 1 else joined.sum(0)
-            self._chunk.keep(view, windows, whole, weights, column)
 
     def _placed(self, view: StepView) -> tuple[StepPlan, StepRows]:
         """Return the step's rows on the device, with page tables once a layer has any."""
@@ -108,7 +108,7 @@ class DeviceRun:
             if self._chunk is None:
                 self._rows = self._first_rows(plan, view)
             else:
-                (table,) = place_parts([pages_of(handle).numpy().astype(np.int32)], self._device)
+                (table,) = place_parts([_filled(pages_of(handle).numpy())], self._device)
                 self._rows = self._rows._replace(table=table, table_row=table.stride(0))
             self._has_table = True
         return plan, self._rows
@@ -125,12 +125,13 @@ class DeviceRun:
             return rows
         host = (
             numbers.positions, numbers.tokens, numbers.slots, plan.host_sequences,
-            plan.host_starts, self._chunk.own,
+            plan.host_starts, self._chunk.lasts, self._chunk.own,
         )  # fmt: skip
         parts = place_parts([part.astype(np.int32) for part in host], self._device)
-        positions, self._tokens, slots, sequences, starts, self._own = parts
+        positions, self._tokens, slots, sequences, starts, lasts, own = parts
         self._before = self._tokens
-        return step_rows(positions, positions.unsqueeze(1), slots, sequences, starts)
+        self._windows = self._chunk.windows(own, self._layers.config.head_dim)
+        return step_rows(positions, positions.unsqueeze(1), slots, sequences, starts, lasts)
 
     def _require_open(self, view: StepView, endings: Endings, index: RowIndex) -> None:
         """Check that the groups which end in this step lie in the sequences' open pages."""
@@ -158,7 +159,7 @@ class DeviceRun:
             self._tell(logits, tokens, asked)
         else:
             self.result.fill(list[SampledToken], asked, None)
-        self._plan = self._before = self._tokens = self._rows = self._chunk = None
+        self._plan = self._before = self._tokens = self._rows = self._chunk = self._windows = None
 
     @torch.inference_mode()
     def whole(self, layers: Sequence[tuple[AnyLayer, StepView]], memory: object) -> None:
@@ -172,7 +173,7 @@ class DeviceRun:
             self._require_open(view, endings, index)
         numbers = _numbers(positions, tokens, [view for _, view in layers])
         opened = [(layer, open_layer(view)) for layer, view in layers]
-        logits, tokens = self._graphs.run(numbers, self._graphs.all_of(memory, opened))
+        logits, tokens = self._graphs.run(numbers, self._graphs.of(memory, opened))
         asked = self._asked()
         if not all(asked):
             rows = place(torch.tensor([n for n, asks in enumerate(asked) if asks]), self._device)
@@ -204,6 +205,17 @@ def _numbers(
     return DecodeNumbers(positions, tokens, slots, table)
 
 
+def _filled(table: NDArray[np.int64]) -> Ints:
+    """Return a chunk's page table as wide as a decode step's would be at least.
+
+    Kernels are compiled once for all widths that are multiples of 16.
+    """
+    count, width = table.shape
+    filled = np.zeros((count, -(-width // LEAST_PAGES) * LEAST_PAGES), np.int32)
+    filled[:, :width] = table
+    return filled
+
+
 def _name_tokens(tokens: Tensor) -> list[SampledToken]:
     return [SampledToken(token) for token in cast("list[int]", tokens.tolist())]
 
@@ -212,11 +224,29 @@ def _is_greedy(way: Sampling) -> bool:
     return way.temperature == 0 and not way.banned and way.logprobs is None
 
 
-def kernel_runs(
-    config: V4Config, weights: ModelWeights, dtype: torch.dtype
-) -> Callable[[StepInput], DeviceRun] | None:
+@final
+class KernelRuns:
+    """Begins one model's steps; its graphs are shared by them all."""
+
+    def __init__(self, layers: DeviceLayers) -> None:
+        """Share the weights."""
+        self.layers = layers
+        self.graphs = DecodeGraphs(layers)
+
+    def __call__(self, inputs: StepInput) -> DeviceRun:
+        """Begin a step; borrows the inputs until its last launch has run."""
+        return DeviceRun(self.layers, self.graphs, inputs)
+
+    def compile_ahead(
+        self, schema: Schema, sessions: int, pages: int, told: Callable[[int, int], None]
+    ) -> int:
+        """Compile what steps of up to so many sequences of so many pages launch."""
+        sizes = Rehearsal.of(sessions, pages)
+        return compile_ahead(partial(rehearse, self.layers, schema, sizes), told)
+
+
+def kernel_runs(config: V4Config, weights: ModelWeights, dtype: torch.dtype) -> KernelRuns | None:
     """Return what begins a step of this model by kernels, None if they cannot run it."""
     if not runs_on_kernels(config, weights, dtype):
         return None
-    layers = DeviceLayers(config, pack_weights(config, weights))
-    return partial(DeviceRun, layers, DecodeGraphs(layers))
+    return KernelRuns(DeviceLayers(config, pack_weights(config, weights)))

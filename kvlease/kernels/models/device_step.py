@@ -68,8 +68,8 @@ class DeviceLayers:
         memory: LayerMemory,
         rows: StepRows,
         windows: ChunkWindows | None,
-    ) -> tuple[Pending, Tensor]:
-        """Run one layer; return what is pending, and the attention's joined projection.
+    ) -> Pending:
+        """Run one layer; return what is pending.
 
         ``before`` is what the layer before left, or the tokens [N] int32 for the first one.
         Ownership: borrows the memory, as `attend` does.
@@ -80,10 +80,9 @@ class DeviceLayers:
         turns = self.packed.main_turns if is_main else self.packed.compress_turns
         streams, hidden, mixing = self._enter(before, packed.attn_mixer, weights.attn_norm)
         step = LayerStep(layer, weights.attention, memory, turns, self.config)
-        output, joined = attend(hidden, step, rows, windows)
-        between = Pending(streams, output, mixing)
+        between = Pending(streams, attend(hidden, step, rows, windows), mixing)
         streams, hidden, mixing = self._enter(between, packed.ffn_mixer, weights.ffn_norm)
-        return Pending(streams, mix(hidden, tokens, packed, self.config), mixing), joined
+        return Pending(streams, mix(hidden, tokens, packed, self.config), mixing)
 
     def finish(self, last: Pending) -> tuple[Tensor, Tensor]:
         """Return logits [N, V] float32 and each row's best token [N] int32."""

@@ -26,7 +26,7 @@ from kvlease.kernels.sampling_device import PendingDraw
 from kvlease.kernels.step_plan import StepPlan
 from kvlease.kernels.tiling import Tiling, pad_rows
 from kvlease.protocols.ports import SampledToken, Sampling, StepInput
-from kvlease.protocols.schema import AnyLayer
+from kvlease.protocols.schema import AnyLayer, Schema
 
 
 @final
@@ -107,6 +107,21 @@ class WholeRun(Protocol):
 
         ``layers`` are all layers, or where the memory is known, those that stand for all.
         """
+        ...
+
+
+@runtime_checkable
+class CompiledRuns(Protocol):
+    """Begins steps whose kernels are compiled, when they are first launched or before that."""
+
+    def __call__(self, inputs: StepInput) -> Run:
+        """Begin a step."""
+        ...
+
+    def compile_ahead(
+        self, schema: Schema, sessions: int, pages: int, told: Callable[[int, int], None]
+    ) -> int:
+        """Do as `CompilesAhead` says, over memory of this schema."""
         ...
 
 

@@ -114,7 +114,7 @@ def test_decode_rows_fill_rings_and_pages(latent: Encoding, index: Encoding, dev
     heads_at = inner.columns + 2 * inner.joined
     total, steps = heads_at + heads, 17
     q_norm, kv_norm = torch.rand(q, device=device), torch.rand(d, device=device)
-    rings = torch.full((3 * window, d), torch.nan, device=device, dtype=torch.bfloat16)
+    rings = torch.full((3, window, d), torch.nan, device=device, dtype=torch.bfloat16)
     turns = turn_tables(SPEC, 128, rings.device)
     table = int32([[7, 2, 5], [3, 8, 6], [99, 99, 99]], device)
     slots, history = int32([2, 0, 77], device), torch.randn(2, steps + 5, total, device=device)
@@ -132,10 +132,10 @@ def test_decode_rows_fill_rings_and_pages(latent: Encoding, index: Encoding, dev
         rank = torch.full((3, q), torch.nan, device=device, dtype=torch.bfloat16)
         scaled = torch.full((3, heads), torch.nan, device=device)
         positions = int32(places, device)
-        near = Near(q_norm, kv_norm, rank, rings, None, turns, EPS)
+        near = Near(q_norm, kv_norm, rank, rings, None, None, turns, EPS)
         after_projection(
-            StepRows(positions, table, slots, None, None, 3), projected(values), near,
-            main.arguments(), inner.arguments(), (Heads(scaled, 0.5), heads_at), 16, window,
+            StepRows(positions, table, slots, None, None, None, 3), projected(values), near,
+            main.arguments(), inner.arguments(), (Heads(scaled, 0.5), heads_at), 16,
         )  # fmt: skip
         for n, position in enumerate(places[:2]):
             if position < 0:
@@ -144,7 +144,7 @@ def test_decode_rows_fill_rings_and_pages(latent: Encoding, index: Encoding, dev
             close(rank[n], rms_norm(x[:q], q_norm, EPS), 4e-3)
             close(scaled[n], x[heads_at:] * 0.5, 1e-5)
             wanted = turned(rms_norm(x[None, q : q + d], kv_norm, EPS), positions[n : n + 1])
-            close(rings.view(3, window, d)[slots[n], position % window], wanted[0], 6e-3)
+            close(rings[slots[n], position % window], wanted[0], 6e-3)
             for state in (main, inner):
                 if position % 4 == 3:
                     page = int(table[n, position // 16])
@@ -155,36 +155,43 @@ def test_decode_rows_fill_rings_and_pages(latent: Encoding, index: Encoding, dev
     assert torch.isnan(main.kv[1].float()).all(), "a ring that belongs to nobody was written"
 
 
-def test_a_heavy_group_is_pooled_over_many_slots(device: str) -> None:
-    """A chunk: some of a group's slots come from the ring, the others from the chunk itself."""
+@pytest.mark.parametrize("count", [11, 2])
+def test_a_chunk_looks_back_and_then_fills_the_rings(count: int, device: str) -> None:
+    """Rows before it come from the rings, though its last rows then take those places."""
     torch.manual_seed(2)
-    q, d, ratio = 16, 32, 16
+    q, d, ratio, ring, start = 16, 32, 8, 8, 5
     state = State(device, d, ratio, RowFormat("bfloat16", d, 16), overlaps=False, columns=q + d)
-    total = state.columns + 2 * d
-    history = torch.randn(40, total, device=device)
-    before = history[:9]
-    state.kv[1, :9] = before[:, state.columns : state.columns + d].bfloat16()
-    at = torch.arange(9, device=device)
-    state.gate[1, :9] = before[:, state.columns + d :] + state.bias[at]
-    chunk = history[9:]
-    count = len(chunk)
-    own = torch.arange(count, dtype=torch.int32, device=device) + 3
-    window = torch.full((count + 3, d), torch.nan, device=device, dtype=torch.bfloat16)
+    total, end = state.columns + 2 * d, start + count
+    history = torch.randn(end, total, device=device)
+    kv = history[:, state.columns : state.columns + d].bfloat16()
+    gate = history[:, state.columns + d :] + state.bias[torch.arange(end, device=device) % ratio]
+    state.kv[1, :start], state.gate[1, :start] = kv[:start], gate[:start]
+    rings = torch.full((2, ring, d), torch.nan, device=device, dtype=torch.bfloat16)
+    rings[1] = torch.randn(ring, d, device=device)
+    old = [rings[1, position % ring].clone() for position in range(start)]
+    own = torch.arange(count, dtype=torch.int32, device=device) + len(old)
+    window = torch.full((count + len(old), d), torch.nan, device=device, dtype=torch.bfloat16)
     rank = torch.empty(count, q, device=device, dtype=torch.bfloat16)
-    rows = StepRows(
-        own + 6, int32([[4, 1, 0]], device), int32([1], device), own * 0, own * 0 + 9, 3
-    )
+    positions, none = own - len(old) + start, own * 0
+    table = int32([[4]], device)
+    rows = StepRows(positions, table, int32([1], device), none, none + start, none + end - 1, 1)
     turns = turn_tables(SPEC, 128, rank.device)
     ones = torch.ones(d, device=device)
-    near = Near(torch.ones(q, device=device), ones, rank, window, own, turns, EPS)
-    after_projection(rows, projected(chunk[None]), near, state.arguments(), None, None, 16, 8)
-    for group in range(2):
-        got = state.pages[[4, 1][group], 0].float()
-        close(got, state.wanted_row(history, group), 8e-3)
-    wanted = turned(rms_norm(chunk[:, q : q + d], ones, EPS), rows.positions)
-    close(window[3:], wanted, 6e-3)
-    assert torch.isnan(window[:3].float()).all()
-    assert torch.isnan(state.kv[1, 9:].float()).all(), "a chunk's ring rows are the caller's"
+    near = Near(torch.ones(q, device=device), ones, rank, rings, window, own, turns, EPS)
+    chunk = history[start:]
+    after_projection(rows, projected(chunk[None]), near, state.arguments(), None, None, 16)
+    for group in range(end // ratio):
+        close(state.pages[4, group].float(), state.wanted_row(history, group), 8e-3)
+    close(window[len(old) :], turned(rms_norm(chunk[:, q : q + d], ones, EPS), positions), 6e-3)
+    assert torch.equal(window[: len(old)], torch.stack(old))
+    kept = window[-ring:]
+    for position, row in zip(range(end - len(kept), end), kept, strict=True):
+        assert torch.equal(rings[1, position % ring], row)
+    for position in range(max(end - state.ring, 0), end):
+        assert torch.equal(state.kv[1, position % state.ring], kv[position])
+        assert torch.equal(state.gate[1, position % state.ring], gate[position])
+    for ring_of in (rings, state.kv, state.gate):
+        assert torch.isnan(ring_of[0]).all(), "a ring that belongs to nobody was written"
 
 
 @pytest.mark.parametrize("indexed", [True, False])

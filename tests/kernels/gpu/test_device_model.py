@@ -1,5 +1,6 @@
 """The model by kernels against the plain torch model, over the same weights."""
 
+import gc
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -151,3 +152,25 @@ def test_a_decode_step_allocates_nothing_on_the_device(device: str) -> None:
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     rig.run_alone(sequence, [1] * 20)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+@pytest.mark.gpu
+def test_graphs_go_with_the_memory_they_were_captured_over(device: str) -> None:
+    if device != "cuda":
+        pytest.skip("needs a CUDA device")
+    model = make_model(CONFIG, "bf16", device, by_kernels=True)
+
+    def steps_of_a_pool() -> int:
+        rig = Rig(model)
+        sequence = rig.start([n % CONFIG.vocab_size for n in range(LENGTH)])
+        rig.run_alone(sequence, [50, 1, 1])
+        return torch.cuda.memory_allocated()
+
+    inside = steps_of_a_pool()
+    gc.collect()
+    torch.cuda.synchronize()
+    left = torch.cuda.memory_allocated()
+    assert left < inside
+    steps_of_a_pool()
+    gc.collect()
+    assert torch.cuda.memory_allocated() == left
