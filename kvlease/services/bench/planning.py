@@ -7,6 +7,7 @@ matched, planned and handed to the loader, as the scheduler does it for a reques
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ from kvlease.services.bench.figure import Figure, Spread
 from kvlease.services.bench.flash import flash_config
 
 NUM_PAGES: Final = 128
-_ROUNDS, _WARM_UP = 40, 8
+_ROUNDS, _WARM_UP = 30, 6
 _CALLER_US, _ALL_US = 100.0, 1000.0
 
 
@@ -75,26 +76,40 @@ def measure(_: Ceilings) -> Iterator[Figure]:
         max_sessions=2,
         exact=False,
     )
-    costs = trio.run(cost_of_loads, config, open_cuda_streams, _WARM_UP + _ROUNDS)[_WARM_UP:]
-    case = f"{NUM_PAGES} pages of 43 layers and a tail"
-    caller = Spread.of([cost.caller * 1e6 for cost in costs])
-    whole = Spread.of([(cost.caller + cost.worker) * 1e6 for cost in costs])
-    yield Figure("copy", "planning a load", f"{case}: caller", "us", caller, target=_CALLER_US)
-    both = f"{case}: caller, and worker until all copies are queued"
-    yield Figure("copy", "planning a load", both, "us", whole, target=_ALL_US)
+    for where, scattered in (("in a run", False), ("one by one", True)):
+        costs = trio.run(
+            partial(cost_of_loads, config, open_cuda_streams, rounds=_ROUNDS, scattered=scattered)
+        )
+        case = f"{NUM_PAGES} pages of 43 layers and a tail, host pages {where}"
+        caller = Spread.of([cost.caller * 1e6 for cost in costs])
+        whole = Spread.of([(cost.caller + cost.worker) * 1e6 for cost in costs])
+        yield Figure("copy", "planning a load", f"{case}: caller", "us", caller, target=_CALLER_US)
+        both = f"{case}: caller and worker"
+        yield Figure("copy", "planning a load", both, "us", whole, target=_ALL_US)
 
 
-async def cost_of_loads(config: EngineConfig, streams: OpenStreams, rounds: int) -> list[Cost]:
-    """Load the same pages so many times, and return what the host spent on each load."""
+async def cost_of_loads(
+    config: EngineConfig, streams: OpenStreams, *, rounds: int, scattered: bool
+) -> list[Cost]:
+    """Load the same pages so many times, and return what the host spent on each load.
+
+    Host pages are neighbours, as one store leaves them, or ``scattered``. The first loads, which
+    allocate what is used again, do not count.
+    """
     assembly = await assemble(Shapes(), config, None, EnginePorts())
+    if scattered:
+        book = assembly.core.pool.memory.host
+        pages = book.acquire(book.total)
+        random.Random(0).shuffle(pages)
+        book.release(pages)
     opened: AbstractAsyncContextManager[EngineStreams] = streams(assembly.core.stalls)
     async with opened as engine, trio.open_nursery() as nursery:
         world = _World(assembly, engine)
         nursery.start_soon(world.loader.run)
         await world.leave_on_host()
-        costs = [await world.load() for _ in range(rounds)]
+        costs = [await world.load() for _ in range(_WARM_UP + rounds)]
         assembly.loader.close()
-    return costs
+    return costs[_WARM_UP:]
 
 
 @final
