@@ -24,11 +24,13 @@ further time it is twice that."""
 LOOKS_S = 30e-6
 """What may be spent on looking when a point is due, at least: where work is short, late is worse
 than busy."""
-FIXED_S = 20e-6
+FIXED_S = 35e-6
 """What a point costs in any case, with nothing to look for."""
-WATCH_SHARE = 0.35
+WATCH_SHARE = 0.5
 WATCH_LEAST_S = 15e-6
-"""Of what is allowed, how long before its mean a point may be watched without sleeping."""
+"""Of what is allowed, how long a point may be watched without sleeping before its usual time."""
+RARE_EARLY, RARE_LATE = 8, 6
+"""One duration of so many may be shorter, or longer, than is expected."""
 MEMORY = 12
 """Durations that are remembered: steps of a few kinds may alternate on one stream."""
 CLOSE_S = 20e-6
@@ -47,39 +49,48 @@ Window = tuple[float, float, float]
 class Pace:
     """How long the last points of one stream took, and when to look for the next one.
 
-    ``since`` is when the device began on the next point, as far as the host knows.
+    ``since`` is when the device began on the next point, as far as the host knows; ``first_look_s``
+    how long after that to look first, if it has nothing else to pass before (0 is at once).
     """
 
     __slots__ = (
-        "_early_s", "_last_look", "_late_s", "_num_missed", "_planned", "_recent", "_share",
-        "_windows", "since",
+        "_early_s", "_is_due", "_is_watched", "_last_look", "_late_s", "_num_missed", "_planned",
+        "_recent", "_share", "_windows", "first_look_s", "since",
     )  # fmt: skip
 
     def __init__(self, share: float) -> None:
         """Know nothing yet; ``share`` of a core may be spent on looking."""
-        self.since = 0.0
+        self.since = self.first_look_s = 0.0
+        self._is_due = False
+        """Whether something is expected by the first look."""
         self._share = share
         self._early_s = 6 * LOOK_S / share
         self._late_s = LOOK_S / share
         self._last_look = 0.0
         self._planned: float | None = None
-        """When the device began to be due, if the next look is the first one there."""
+        """When a point began to be due, if the next look is the first one there."""
         self._num_missed = 0
+        self._is_watched = False
+        """Whether a point is seen at the moment that it is passed."""
         self._recent: deque[float] = deque(maxlen=MEMORY)
         self._windows: dict[int, list[Window]] = {}
 
     def began(self, now: float) -> None:
         """Note that a point was recorded on a stream that had none to pass."""
         self.since = self._last_look = now
-        self._planned = None
+        self._planned = self.first_look_s if self._is_due else None
 
     def looked(self, now: float, num_passed: int) -> None:
         """Note what a look has found: so many points passed since the last one."""
         if num_passed:
             self._recent.append(self._took(now) / num_passed)
-            self._windows.clear()
+            windows = self._expected(1)
+            self._windows = {0: windows}
+            begin = windows[0][0]
+            self._is_due = begin < 2 * self._early_s
+            self.first_look_s = begin if self._is_due else self._early_s
             self.since = now
-        self._last_look, self._planned = now, None
+        self._last_look, self._planned, self._is_watched = now, None, False
 
     def _took(self, now: float) -> float:
         """Return how long points took that a look has found passed.
@@ -88,9 +99,9 @@ class Pace:
         the time of the look would make the next one no earlier, and so for ever.
         """
         before, elapsed = self._last_look - self.since, now - self.since
-        if self._planned is None or elapsed - before < 2 * CLOSE_S:
+        if self._is_watched or self._planned is None or elapsed - before < 2 * CLOSE_S:
             self._num_missed = 0
-            return (before + elapsed) / 2
+            return elapsed if self._is_watched else (before + elapsed) / 2
         step = STEP_S * 2.0 ** min(self._num_missed, 16)
         self._num_missed += 1
         return max(min(self._planned, elapsed) - step, before)
@@ -115,6 +126,7 @@ class Pace:
                 self._planned = begin
                 return begin - elapsed
             if elapsed <= end:
+                self._is_watched = not gap
                 return gap
             after = end
         return self._overdue_s(elapsed - after)
@@ -137,7 +149,9 @@ class Pace:
         return [self._window([each * num_points for each in kind]) for kind in kinds]
 
     def _window(self, kind: list[float]) -> Window:
-        low, high = kind[0], kind[-1]
+        # What comes once in a while tells of the machine, and would widen the window for all.
+        num = len(kind)
+        low, high = kind[num // RARE_EARLY], kind[num - 1 - num // RARE_LATE]
         margin = MARGIN_S + SPREAD_SHARE * (high - low) + MARGIN_SHARE * high
         allowed = self._share * high
         width = high - low + 2 * margin
@@ -146,7 +160,7 @@ class Pace:
             return low - margin, high + margin, min(gap, self._late_s)
         # What is passed before is seen at the beginning: late by less than watching would cost.
         watched = max(WATCH_SHARE * allowed - FIXED_S, WATCH_LEAST_S)
-        return max(low - MARGIN_S, sum(kind) / len(kind) - watched), high + margin, 0.0
+        return max(low - MARGIN_S, kind[num // 2] - watched), high + margin, 0.0
 
 
 @final

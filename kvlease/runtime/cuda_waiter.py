@@ -12,13 +12,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
 from typing import Protocol, final
 
 import trio
 
 from kvlease.errors import DeadlineExceeded, InternalError, UsageError
 from kvlease.runtime.completions import CpuCompletion
+from kvlease.runtime.cuda_alarm import Alarm
 from kvlease.runtime.cuda_pace import Oversleep, Pace
 from kvlease.runtime.cuda_spin import fine_timers
 
@@ -163,7 +163,10 @@ class Lane:
         """See to it that the point is told of; in the order of recording. Never waits."""
         self.points.append(point)
         self.num_watched += 1
-        self._waiter.ring(point)
+        in_s = self.pace.rare_look_s()
+        if point.hurry:
+            in_s = self.pace.first_look_s if len(self.points) == 1 else 0.0
+        self._waiter.expect(point, in_s)
 
 
 @final
@@ -189,8 +192,7 @@ class CudaWaiter:
         self._close_timeout_s = close_timeout_s
         self._events: deque[DeviceEvent] = deque()
         self._lanes: list[Lane] = []
-        self._bell: SimpleQueue[None] = SimpleQueue()
-        self._sleeps_until = 0.0
+        self._alarm = Alarm()
         self._short, self._long = Oversleep(SHORT_LATE_S), Oversleep(LONG_LATE_S)
         self._failure: BaseException | None = None
         self._budget_s = SAVED_S
@@ -213,15 +215,13 @@ class CudaWaiter:
         except IndexError:
             return self._new_event()
 
-    def ring(self, point: Point) -> None:
-        """Wake the thread if it would come too late for a new point."""
+    def expect(self, point: Point, in_s: float) -> None:
+        """Have the thread look for a new point so long after it was recorded, if it sleeps then."""
         if self._failure is not None:
             point.end(self._failure)
             return
-        sleeps_until = self._sleeps_until
-        if sleeps_until and (point.hurry or sleeps_until == math.inf):
-            self._sleeps_until = 0.0
-            self._bell.put(None)
+        early_s = in_s - self._long.late_s
+        self._alarm.bring_forward(0.0 if early_s < SHORT_S else point.recorded_at + early_s)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run the thread until `close`; start it with ``await nursery.start(waiter.run)``.
@@ -251,7 +251,7 @@ class CudaWaiter:
     def close(self) -> None:
         """End once all points were passed; call it after the streams have ended. Never waits."""
         self._closing.revoke()
-        self._bell.put(None)
+        self._alarm.bring_forward(0.0)
 
     def _work(self) -> None:
         try:
@@ -344,22 +344,13 @@ class CudaWaiter:
         return True
 
     def _sleep(self, until: float) -> None:
-        """Sleep until then, or until a new point needs it earlier."""
-        wakes = until - self._long.late_s
-        # The wish to be woken is said before new points are looked for; a stream appends its point
-        # before it looks for the wish. So one of them sees the other.
-        self._sleeps_until = until
-        is_on_time = all(lane.num_taken == lane.num_watched for lane in self._lanes)
-        if is_on_time:
-            pause = None if until == math.inf else max(0.0, wakes - time.perf_counter())
-            try:
-                self._bell.get(timeout=pause)
-                is_on_time = False
-                while True:
-                    self._bell.get_nowait()
-            except Empty:
-                pass
-        self._sleeps_until = 0.0
-        if is_on_time:
-            self._long.ended(time.perf_counter() - wakes)
-            self._nap(until)
+        """Sleep until shortly before then, or until a new point needs it earlier."""
+        alarm = self._alarm
+        alarm.set(until - self._long.late_s)
+        # What is new is shown before the alarm is brought forward.
+        is_news = any(lane.num_taken != lane.num_watched for lane in self._lanes)
+        if not is_news and not (until == math.inf and self._closing.state.is_final):
+            at = alarm.wait()
+            if at:
+                self._long.ended(time.perf_counter() - at)
+        alarm.unset()

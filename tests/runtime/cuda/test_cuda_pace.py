@@ -109,6 +109,15 @@ def test_steps_that_vary_by_a_tenth_are_seen_soon(seconds: float) -> None:
     assert spent < SHARE
 
 
+def test_a_step_in_ten_that_takes_longer_costs_the_others_nothing() -> None:
+    steady = spread(2e-3, 0.01)
+    durations = [each * (1.1 if number % 10 == 0 else 1.0) for number, each in enumerate(steady)]
+    late, spent = watch(durations)
+    assert statistics.median(late) < 10e-6
+    assert max(late) < 200e-6
+    assert spent < SHARE
+
+
 def test_what_nobody_could_foresee_is_seen_as_soon_as_the_share_allows() -> None:
     late, spent = watch(spread(5e-3, 0.5))
     assert statistics.median(late) < LOOK_S / SHARE
