@@ -79,16 +79,42 @@ async def serve(engine: Engine, sessions: int, turns: int) -> list[Case]:
     return cases
 
 
-def jitter(longest_s: float, barrier: Barrier | None = None) -> FaultyCopier:
-    """Return a copier whose copies come late on the device, long after they were recorded.
+@final
+class LateLoads:
+    """Holds loads back, once asked to, until compute has stood behind one of them for a while."""
 
-    Loads come behind the barrier, too.
-    """
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self._barrier: Barrier | None = None
+
+    def hold_back(self) -> None:
+        """Let no load pass from now on; every kernel must have been used before."""
+        self._barrier = self._device.barrier()
+
+    def hold(self, order: CopyOrder) -> None:
+        """Hold a load's copy; on the worker that carries it."""
+        if order.kind == "load" and self._barrier is not None:
+            self._barrier.hold()
+
+    def release(self) -> None:
+        """Let them go; run right behind a wait, which holds the device and not the worker."""
+        if self._barrier is not None and not self._barrier.is_open:
+            time.sleep(HELD_S)
+            self._barrier.open()
+
+    async def give_up(self) -> None:
+        """Let them go although nobody came, before they are late."""
+        await trio.sleep(3)
+        self.release()
+
+
+def jitter(longest_s: float, loads: LateLoads | None = None) -> FaultyCopier:
+    """Return a copier whose copies come late on the device, long after they were recorded."""
     rng = random.Random(0)
 
     def delay(order: CopyOrder) -> int | None:
-        if barrier is not None and order.kind == "load":
-            barrier.hold()
+        if loads is not None:
+            loads.hold(order)
         torch.cuda._sleep(int(CYCLES_PER_S * longest_s * rng.random()))  # type: ignore[no-untyped-call]
         return None
 
@@ -101,46 +127,46 @@ def assert_ledger(statistics: Statistics) -> None:
 
 @final
 class Releasing:
-    """A compute stream that opens a barrier a while after it began to stand behind it."""
+    """A compute stream that lets late loads go when it has begun to stand behind one."""
 
-    def __init__(self, stream: Stream, barrier: Barrier) -> None:
+    def __init__(self, stream: Stream, loads: LateLoads) -> None:
         self._stream = stream
-        self._barrier = barrier
+        self._loads = loads
 
     def launch(self, work: Callable[[], None]) -> None:
         self._stream.launch(work)
 
     def wait(self, completion: Completion) -> None:
         self._stream.wait(completion)
-        self._stream.launch(self._release)
-
-    def _release(self) -> None:
-        """Run by the worker right behind the wait, which holds the device and not the worker."""
-        if not self._barrier.is_open:
-            time.sleep(HELD_S)
-            self._barrier.open()
+        self._stream.launch(self._loads.release)
 
     def record(self) -> Completion:
         return self._stream.record()
 
     def scope(self) -> Stream:
-        return Releasing(self._stream.scope(), self._barrier)
+        return Releasing(self._stream.scope(), self._loads)
 
 
 @asynccontextmanager
-async def releasing(barrier: Barrier, observer: WaitObserver) -> AsyncGenerator[EngineStreams]:
+async def releasing(loads: LateLoads, observer: WaitObserver) -> AsyncGenerator[EngineStreams]:
     async with open_cuda_streams(observer) as streams:
-        yield EngineStreams(Releasing(streams.compute, barrier), streams.load, streams.store)
+        yield EngineStreams(Releasing(streams.compute, loads), streams.load, streams.store)
 
 
 @pytest.mark.gpu
 async def test_sessions_with_restores_and_late_copies(model: DeepseekV4) -> None:
     device = CudaDevice()
-    barrier = device.barrier()
-    ports = EnginePorts(copier=jitter(5e-3, barrier), streams=partial(releasing, barrier))
+    loads = LateLoads(device)
+    ports = EnginePorts(copier=jitter(5e-3, loads), streams=partial(releasing, loads))
     try:
         async with open_engine(model, gpu_config(), ports=ports) as engine:
             cases = await serve(engine, 10, 3)
+            before = engine.statistics().counters
+            loads.hold_back()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(loads.give_up)
+                cases += await serve(engine, 10, 1)
+                nursery.cancel_scope.cancel()
             statistics, stalls = engine.statistics(), engine.stalls()
     finally:
         device.close()
@@ -148,7 +174,8 @@ async def test_sessions_with_restores_and_late_copies(model: DeepseekV4) -> None
     assert counters.loads > 0
     assert counters.restored_bytes > 0
     assert counters.failed_transfers == 0
-    assert counters.gate_wait_s > HELD_S / 2, "late copies held nobody"
+    assert counters.loads > before.loads, "nothing was held back"
+    assert counters.gate_wait_s - before.gate_wait_s > HELD_S / 2, "late copies held nobody"
     by_layer = sum(total.seconds for (tier, _), total in stalls.items() if tier == "host")
     assert by_layer == pytest.approx(counters.gate_wait_s)
     assert_ledger(statistics)
