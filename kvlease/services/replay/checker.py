@@ -6,11 +6,10 @@ follows what is alive in the log, not its length.
 
 import gc
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from operator import call
-from typing import Any, cast, final
+from typing import Any, final
 
 from kvlease.errors import BadInput
 from kvlease.protocols import events as ev
@@ -20,7 +19,13 @@ from kvlease.services.replay.findings import Findings, rule_of
 from kvlease.services.replay.lease_rules import LeaseRules
 from kvlease.services.replay.opening_rules import OpeningRules
 from kvlease.services.replay.page_rules import PageRules
-from kvlease.services.replay.reader import KINDS, BrokenLine, UnknownEvent, open_log
+from kvlease.services.replay.reader import (
+    BRIEF,
+    KINDS,
+    BrokenLine,
+    UnknownEvent,
+    open_log,
+)
 from kvlease.services.replay.request_rules import RequestRules
 from kvlease.services.replay.state import World
 from kvlease.services.replay.step_rules import StepRules
@@ -33,8 +38,6 @@ Handler = Callable[[Any], None]
 NORMAL_RULES = ("R1", "R2", "R3", "R4", "R5", "R6", "R7", "R8", "R10", "R11")
 """What level ``normal`` has no lines for."""
 _STATEFUL = ("request.", "page.", "lease.", "transfer.", "step.")
-_hand = cast("Callable[[Handler, ev.Event], None]", call)
-"""``_hand(handler, event)``, without a frame of its own."""
 
 
 def _ignore(_event: ev.Event) -> None:
@@ -72,21 +75,21 @@ class Checker:
             return
         if self._world is None and not isinstance(block[0], ev.LogOpen):
             raise BadInput("a log begins with log.open; without it nothing can be judged")
-        kinds = [*map(type, block)]
-        self._counts.update(kinds)
+        self._counts.update(map(type, block))
         self._findings.lines.note(block[0].seq, first_line)
-        end = self._expected + len(block)
-        times = [event.t_ns for event in block]
-        if (
-            [event.seq for event in block] == [*range(self._expected, end)]
-            and times[0] >= self._last_ns
-            and times == sorted(times)
-        ):
-            # The first event may change the handlers: each is looked up when it is its turn.
-            deque(map(_hand, map(self._handlers.__getitem__, kinds), block), maxlen=0)
-            self._expected, self._last_ns = end, times[-1]
-        else:
-            self._feed_disordered(first_line, block)
+        handlers, last_ns = self._handlers, self._last_ns
+        begin = expected = self._expected
+        for event in block:
+            t_ns = event.t_ns
+            if event.seq != expected or t_ns < last_ns:
+                break
+            last_ns = t_ns
+            expected += 1
+            handlers[type(event)](event)
+        self._expected, self._last_ns = expected, last_ns
+        done = expected - begin
+        if done < len(block):
+            self._feed_disordered(first_line + done, block[done:])
 
     def _feed_disordered(self, first_line: int, block: Sequence[ev.Event]) -> None:
         """Take a block some of whose events are not next in number or in time."""
@@ -163,6 +166,8 @@ class Checker:
             ev.TransferLate: transfers.late, ev.TransferLanded: transfers.landed,
             ev.StepRead: steps.read, ev.StepDone: steps.done, ev.StepDiscarded: steps.discarded,
         })  # fmt: skip
+        for kind, brief in BRIEF.items():
+            self._handlers[brief] = self._handlers[kind]
 
     def _line(self, event: ev.Event) -> int:
         return self._findings.lines.line_of(event.seq)
@@ -300,7 +305,7 @@ def check_log(path: str) -> Verdict:
     checker = Checker()
     with open_log(path) as log, _without_collector():
         try:
-            for first_line, block in log.blocks():
+            for first_line, block in log.blocks(brief=True):
                 checker.feed_block(first_line, block)
             return checker.verdict(truncated=log.truncated, damage=log.damage)
         except OverflowError as error:  # JSON takes them, and no second or millisecond does

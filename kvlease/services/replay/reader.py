@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from io import BufferedIOBase, BufferedReader
-from typing import Final, TextIO, TypeAlias, cast, final, get_args
+from typing import Final, TextIO, TypeAlias, Union, cast, final, get_args
 
 import msgspec
 
@@ -47,11 +47,36 @@ class _Head(msgspec.Struct):
     schema: int | None = None
 
 
+def _brief(kind: type[Event]) -> type[Event]:
+    """Make the same type without ``actor``, which then is skipped as it stands."""
+    fields: list[tuple[str, object, object]] = []
+    for known in msgspec.structs.fields(kind):
+        default = known.default
+        if known.default_factory is not msgspec.NODEFAULT:
+            default = msgspec.field(default_factory=known.default_factory)
+        if known.name != "actor":
+            fields.append((known.name, known.type, default))
+    made = msgspec.defstruct(
+        kind.__name__, fields, tag=kind.__struct_config__.tag, tag_field="event", gc=False,
+        kw_only=True,
+    )  # fmt: skip
+    return cast("type[Event]", made)
+
+
 _decode_event = msgspec.json.Decoder(cast("type[Event]", AnyEvent)).decode
 _decode_lines = msgspec.json.Decoder(cast("type[Event]", AnyEvent)).decode_lines
 _decode_head = msgspec.json.Decoder(_Head).decode
 KINDS: Final = cast("tuple[type[Event], ...]", get_args(AnyEvent))
 """Every type of event that this version knows."""
+BRIEF: Final = {
+    kind: _brief(kind)
+    for kind in KINDS
+    if str(kind.__struct_config__.tag).startswith(("lease.", "page.", "step.", "transfer."))
+}
+"""The commonest types without ``actor``: a name in each line takes an eighth of its decoding."""
+_decode_brief = msgspec.json.Decoder(
+    cast("type[Event]", Union[tuple(BRIEF.get(kind, kind) for kind in KINDS)])  # noqa: UP007
+).decode_lines
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What decoding raises; the last for what is nested without end."""
 _KNOWN = frozenset(str(kind.__struct_config__.tag) for kind in KINDS)
@@ -73,8 +98,11 @@ class LogReader:
         self.truncated = False
         self.damage = ""
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self, *, brief: bool = False) -> Iterator[Block]:
         """Yield the log's events; the first is its head.
+
+        Args:
+            brief: whether those of `BRIEF` may come without ``actor``, which is faster.
 
         Raises:
             BadInput: this is no log, or one of another version.
@@ -90,7 +118,7 @@ class LogReader:
             if line == 1:
                 self._check_head(whole[: whole.index(b"\n")])
             num_lines = _count_lines(whole)
-            yield line, self._decode(whole, num_lines)
+            yield line, self._decode(whole, num_lines, brief=brief)
             line += num_lines
         rest = b"".join(parts)
         if rest:
@@ -138,9 +166,9 @@ class LogReader:
         if beyond:
             raise BadInput(f"{self._name} has a head that kvlease cannot judge by: {beyond}")
 
-    def _decode(self, whole: bytes, num_lines: int) -> list[Event]:
+    def _decode(self, whole: bytes, num_lines: int, *, brief: bool) -> list[Event]:
         try:
-            events = _decode_lines(whole)
+            events = (_decode_brief if brief else _decode_lines)(whole)
         except _UNREADABLE:
             events = []
         if len(events) == num_lines:

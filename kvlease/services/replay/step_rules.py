@@ -44,12 +44,13 @@ class StepRules:
     def read(self, event: StepRead) -> None:
         """A step tells what it opened, and after which line each opening came."""
         step, seq, num_layers = event.step, event.seq, self._num_layers
-        lease_of = self._sequences.get
+        sequences = self._sequences
         for opening in event.opens:
             if opening.after_seq >= seq:
                 self._openings.behind(opening, step, seq)
-            lease = lease_of(opening.lease)
-            if lease is None:
+            try:
+                lease = sequences[opening.lease]
+            except KeyError:
                 self._unopened(opening.lease, step, seq)
                 continue
             if opening.num_layers == num_layers and opening.layer == 0:
@@ -99,20 +100,21 @@ class StepRules:
 
     def done(self, event: StepDone) -> None:
         """A step's tokens are published and its rows are final."""
-        lease_of, read = self._sequences.get, event.read
+        sequences, read = self._sequences, event.read
         for row in event.rows:
-            lease = lease_of(row.lease)
+            try:
+                lease = sequences[row.lease]
+            except KeyError:
+                self._unopened(row.lease, event.step, event.seq)
+                continue
             if (
-                lease is not None
-                and lease.whole == read
+                lease.whole == read
                 and lease.is_plain
                 and row.request == lease.request
                 and row.start == lease.written < (end := row.start + row.count) <= lease.limit
             ):
                 lease.written = end
                 lease.published += row.published
-            elif lease is None:
-                self._unopened(row.lease, event.step, event.seq)
             else:
                 self._row(lease, event, row)
         if self._blocking or self._waits:
