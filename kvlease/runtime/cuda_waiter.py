@@ -232,6 +232,9 @@ class CudaWaiter:
         """
         if self._thread is not None:
             raise UsageError("a device waiter runs once; open a new one")
+        # Under cancellation a start ends only with its task, which would wait for a closing that
+        # whoever starts it does not come to.
+        await trio.lowlevel.checkpoint_if_cancelled()
         self._thread = threading.Thread(target=self._work, name="kvlease-waiter", daemon=True)
         self._thread.start()
         task_status.started()

@@ -192,6 +192,22 @@ async def test_an_abandoned_record_ends_only_after_the_device(device: Device) ->
     assert found == [1], "it ended while the device was still at work"
 
 
+async def test_a_waiter_that_is_started_under_cancellation_does_not_wait_for_its_closing(
+    device: Device,
+) -> None:
+    waiter = CudaWaiter(device.event)
+    rescue = threading.Timer(PATIENCE_S, waiter.close)
+    rescue.start()
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        async with trio.open_nursery() as nursery:
+            await nursery.start(waiter.run)
+            pytest.fail("it was started")
+    assert scope.cancelled_caught
+    assert rescue.is_alive(), "only its closing ended it"
+    rescue.cancel()
+
+
 async def test_events_are_used_again(device: Device) -> None:
     made: list[DeviceEvent] = []
 
