@@ -22,19 +22,19 @@ def in_layer_order(orders: Iterable[CopyOrder]) -> tuple[CopyOrder, ...]:
     """
     joined: list[CopyOrder] = []
     for order in sorted(orders, key=_layer_of):
-        last = joined[-1] if joined else None
-        if last is None or order.layer > last.last_layer or _are_of_one_layer(last, order):
-            joined.append(order)
+        if joined and _overlap(joined[-1].parts.ends, order.parts.ends):
+            joined[-1] = _both(joined[-1], order)
         else:
-            joined[-1] = _both(last, order)
+            joined.append(order)
     return tuple(joined)
 
 
 _layer_of = attrgetter("layer")
 
 
-def _are_of_one_layer(one: CopyOrder, other: CopyOrder) -> bool:
-    return one.layer == one.last_layer == other.layer == other.last_layer
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether two runs of layers do, the first of which begins no later; one layer is no run."""
+    return other[0] <= one[1] and (one != other or one[0] < one[1])
 
 
 def _both(one: CopyOrder, other: CopyOrder) -> CopyOrder:

@@ -249,6 +249,11 @@ class CopyParts:
         return len(self.each)
 
     @cached_property
+    def ends(self) -> tuple[int, int]:
+        """The layers of the first part and of the last."""
+        return self.each[0].layer, self.each[-1].layer
+
+    @cached_property
     def layers(self) -> frozenset[int]:
         """The layers of all parts."""
         return frozenset(part.layer for part in self.each)
@@ -293,12 +298,12 @@ class CopyOrder(msgspec.Struct, frozen=True):
     @property
     def layer(self) -> int:
         """The layer of its first part."""
-        return self.parts.each[0].layer
+        return self.parts.ends[0]
 
     @property
     def last_layer(self) -> int:
         """The layer of its last part."""
-        return self.parts.each[-1].layer
+        return self.parts.ends[1]
 
     @property
     def component(self) -> str:

@@ -56,12 +56,13 @@ class TransferPlan:
         """Refuse plans that contradict themselves."""
         first = 0
         for order in self.copies:
-            if not first <= order.layer <= order.last_layer < self.num_layers:
+            layer, last = order.parts.ends
+            if not first <= layer <= last < self.num_layers:
                 raise UsageError(
                     f"{self.name}: {order.name} is out of order or not below {self.num_layers};"
                     " list the copies by layer"
                 )
-            first = order.layer
+            first = layer
             if not self.empty_layers.isdisjoint(order.parts.layers):
                 layer = min(self.empty_layers & order.parts.layers)
                 raise UsageError(
