@@ -6,6 +6,8 @@ Each row reads a share of its key tiles: chosen rows first, since where they lie
 position, then the window.
 """
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -29,19 +31,27 @@ def let_next_start(PDL: gl.constexpr):
         )
 
 
+class Share(NamedTuple):
+    """A row's position, how many keys it has in the window and chosen, and a share of its tiles.
+
+    The first ``far`` tiles of a row hold chosen keys, the rest the window; the share is tiles
+    first .. last.
+    """
+
+    position: gl.tensor
+    count: gl.tensor
+    limit: gl.tensor
+    far: gl.tensor
+    first: gl.tensor
+    last: gl.tensor
+
+
 @gluon.jit
 def share_of(
-    queries,
-    window,
-    chosen,
-    WINDOW: gl.constexpr,
-    NEAR: gl.constexpr,
-    CHOSEN: gl.constexpr,
-    SPLITS: gl.constexpr,
-    KEYS: gl.constexpr,
-):
-    """Return the row, its window's keys and first row, its chosen keys, and its share of tiles."""
-    n, split = gl.program_id(0), gl.program_id(2)
+    queries, chosen, n, split, WINDOW: gl.constexpr, NEAR: gl.constexpr, CHOSEN: gl.constexpr,
+    SPLITS: gl.constexpr, KEYS: gl.constexpr,
+):  # fmt: skip
+    """Return the share number ``split`` of a row's tiles of KEYS keys."""
     position = gl.load(queries.positions + n)
     count = gl.minimum(position + 1, WINDOW)
     if CHOSEN == "none":
@@ -50,47 +60,46 @@ def share_of(
         limit = count * 0 + chosen.limit
     else:
         limit = (position + 1) // chosen.ratio
-    far_tiles = (limit + KEYS - 1) // KEYS
-    limit = gl.where(position < 0, 0, limit)
-    tiles = far_tiles
-    start = position.to(gl.int64)
+    far = (limit + KEYS - 1) // KEYS
+    tiles = far
     if NEAR != "none":
         tiles += WINDOW // KEYS
-    if NEAR == "ring":
-        start = gl.load(window.at + n).to(gl.int64) * WINDOW
-    elif NEAR == "span":
-        start = gl.load(window.at + n).to(gl.int64) + 1 - count
     first, last = tiles * split // SPLITS, tiles * (split + 1) // SPLITS
-    return n, position, count, start, limit, far_tiles, first, last
+    return Share(position, count, limit, far, first, last)
+
+
+@gluon.jit
+def window_start(window, n, count, NEAR: gl.constexpr, WINDOW: gl.constexpr):
+    """Return the first of a window's rows, which lie one after the other."""
+    if NEAR == "ring":
+        return gl.load(window.at + n).to(gl.int64) * WINDOW
+    elif NEAR == "span":
+        return gl.load(window.at + n).to(gl.int64) + 1 - count
+    else:
+        return count.to(gl.int64) * 0
 
 
 @gluon.jit
 def fetch(
-    window,
-    chosen,
-    n,
-    count,
-    limit,
-    tile,
-    far_tiles,
-    NEAR: gl.constexpr,
-    CHOSEN: gl.constexpr,
-    PAGE: gl.constexpr,
-    KEYS: gl.constexpr,
-    layout: gl.constexpr,
-):
-    """Return where a tile's rows lie (in the window or the pool), -1 for none."""
+    window, chosen, n, mine, tile, end, NEAR: gl.constexpr, CHOSEN: gl.constexpr,
+    PAGE: gl.constexpr, KEYS: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Return where a tile's rows lie (in the window or the pool); -1 for none, as from ``end`` on.
+
+    Listed rows are asked for before the position is known, which says only whether they count.
+    """
     slots = gl.arange(0, KEYS, layout=layout)
+    count = gl.where(tile < end, mine.count, 0)
     if CHOSEN == "none":
         slots += tile * KEYS
         return gl.where(slots < count, slots, -1)
     else:
-        near = tile >= far_tiles
-        slots += gl.where(near, tile - far_tiles, tile) * KEYS
-        wanted = (slots < limit) & (near == 0)
+        near = tile >= mine.far
+        slots += gl.where(near, tile - mine.far, tile) * KEYS
+        wanted = (slots < mine.limit) & (near == 0) & (tile < end)
         if CHOSEN == "list":
             at = chosen.rows + n.to(gl.int64) * chosen.limit + slots
-            address = gl.load(at, mask=wanted, other=-1)
+            address = gl.where(count > 0, gl.load(at, mask=wanted, other=-1), -1)
         else:
             row = n if chosen.sequence is None else gl.load(chosen.sequence + n)
             at = chosen.rows + row.to(gl.int64) * chosen.limit + slots // PAGE
@@ -199,35 +208,13 @@ def leave_stats(
 
 
 @gluon.jit
-def finish(
-    acc,
-    peak,
-    total,
-    queries,
-    partial,
-    turn,
-    n,
-    position,
-    first_head,
-    D: gl.constexpr,
-    ROPE: gl.constexpr,
-    SPLITS: gl.constexpr,
-    TURN: gl.constexpr,
-    HEADS: gl.constexpr,
-    STATS: gl.constexpr,
-    SUMS: gl.constexpr,
-):
-    """Store a row's result, or what its share leaves for `combine`."""
-    row = n.to(gl.int64) * SPLITS + gl.program_id(2)
-    heads = first_head + gl.arange(0, HEADS, layout=gl.SliceLayout(1, SUMS))
-    columns = gl.arange(0, D, layout=gl.SliceLayout(0, SUMS))
-    where = row * queries.num_heads * D + (heads * D)[:, None] + columns[None, :]
-    is_head = (heads < queries.num_heads)[:, None]
-    if SPLITS == 1:
-        acc = acc * (1.0 / gl.convert_layout(total, gl.SliceLayout(1, SUMS)))[:, None]
-        if TURN:
-            acc = rotate_back(acc, turn, position, D, ROPE, HEADS, SUMS)
-        gl.store(queries.out + where, acc.to(gl.bfloat16), mask=is_head)
-    else:
-        gl.store(partial.sums + where, acc.to(partial.sums.dtype.element_ty), mask=is_head)
-        leave_stats(partial, peak, total, row, first_head, queries.num_heads, HEADS, STATS)
+def put(
+    target, values, row, first_head, num_heads, D: gl.constexpr, HEADS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Store heads of a row of the target."""
+    heads = first_head + gl.arange(0, HEADS, layout=gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+    where = row * num_heads * D + (heads * D)[:, None] + columns[None, :]
+    values = values.to(target.dtype.element_ty)
+    gl.store(target + where, values, mask=(heads < num_heads)[:, None])

@@ -1,13 +1,19 @@
 # pyright: basic, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
-"""Packed rows in the Gluon kernels: copied to shared memory as they are, then scaled to bf16."""
+"""Packed rows in the Gluon kernels: copied to shared memory as they are, then scaled to bf16.
+
+``raw`` holds the quantised channels of several tiles, CUT channels of a tile at a time, and
+``tail`` their RoPE channels.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from kvlease.kernels.gpu import attention_gluon as share
+
 CUT = gl.constexpr(64)
-RAW_SHARED = gl.constexpr(gl.SwizzledSharedLayout(64, 1, 8, [1, 0]))
+RAW_SHARED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 TAIL_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 
 
@@ -50,30 +56,81 @@ def load_scales(
 
 
 @gluon.jit
-def copy_packed(raw, tail, rows, seen, D: gl.constexpr, ROPE: gl.constexpr, COPY: gl.constexpr):
+def copy_packed(
+    raw, tail, place, rows, seen, D: gl.constexpr, ROPE: gl.constexpr, COPY: gl.constexpr
+):
     """Start copying packed rows to shared memory: quantised channels and RoPE channels."""
     columns = gl.arange(0, CUT, layout=gl.SliceLayout(0, COPY))
-    for cut in gl.static_range(0, D - ROPE, CUT):
+    for cut in gl.static_range((D - ROPE) // CUT):
         async_copy.async_copy_global_to_shared(
-            raw.slice(cut, CUT, dim=1), rows[:, None] + (cut + columns)[None, :], mask=seen[:, None]
+            raw.index(place * ((D - ROPE) // CUT) + cut),
+            rows[:, None] + (cut * CUT + columns)[None, :],
+            mask=seen[:, None],
         )
     rows = (rows + (D - ROPE)).to(gl.pointer_type(gl.bfloat16), bitcast=True)
     columns = gl.arange(0, ROPE, layout=gl.SliceLayout(0, COPY))
     async_copy.async_copy_global_to_shared(
-        tail, rows[:, None] + columns[None, :], mask=seen[:, None]
+        tail.index(place), rows[:, None] + columns[None, :], mask=seen[:, None]
     )
     async_copy.commit_group()
 
 
 @gluon.jit
-def unpack(keys, raw, tail, scales, D: gl.constexpr, ROPE: gl.constexpr, COPY: gl.constexpr):
+def unpack(keys, raw, tail, place, scales, D: gl.constexpr, ROPE: gl.constexpr, COPY: gl.constexpr):
     """Scale a tile of packed rows to bf16, exactly: scales are powers of two."""
     for cut in gl.static_range((D - ROPE) // CUT):
-        stored = raw.slice(cut * CUT, CUT, dim=1).load(COPY)
+        stored = raw.index(place * ((D - ROPE) // CUT) + cut).load(COPY)
         exponents = ((scales >> (8 * cut)) & 0xFF).to(gl.int16)
         factors = (exponents << 7).to(gl.bfloat16, bitcast=True)[:, None]
         values = stored.to(gl.float8e4nv, bitcast=True)
         # by way of float32, since the direct cast is four times slower
         values = values.to(gl.float16).to(gl.float32).to(gl.bfloat16) * factors
         keys.slice(cut * CUT, CUT, dim=1).store(values)
-    keys.slice(D - ROPE, ROPE, dim=1).store(tail.load(COPY))
+    keys.slice(D - ROPE, ROPE, dim=1).store(tail.index(place).load(COPY))
+
+
+@gluon.jit
+def copy_near(
+    keys, window, address, start, D: gl.constexpr, NEAR: gl.constexpr, COPY: gl.constexpr
+):
+    """Start copying a tile of the window to where it is read, if its rows are plain."""
+    if NEAR == "ring" or NEAR == "span":
+        share.copy_rows(keys, window.base + (start + address) * D, address >= 0, D, COPY)
+        async_copy.commit_group()
+
+
+@gluon.jit
+def is_packed(mine, tile, NEAR: gl.constexpr):
+    """Return whether a tile's rows are packed: chosen ones are, and those of a listed window."""
+    if NEAR == "list":
+        return tile >= 0
+    else:
+        return tile < mine.far
+
+
+@gluon.jit
+def copy_tiles(
+    keys, raw, tail, window, chosen, addresses, start, mine, D: gl.constexpr, ROPE: gl.constexpr,
+    NEAR: gl.constexpr, ROW: gl.constexpr, SCALE_ROW: gl.constexpr, PAGED: gl.constexpr,
+    NEAR_PAGED: gl.constexpr, TILES: gl.constexpr, COPY: gl.constexpr,
+):  # fmt: skip
+    """Start copying every tile of a share, each as a group of its own; return their scales.
+
+    Rows of a plain window go to where they are read.
+    """
+    for t in gl.static_range(TILES):
+        tile = mine.first + t
+        if is_packed(mine, tile, NEAR):
+            rows = row_pointers(window, chosen, addresses[t], tile >= mine.far, NEAR, ROW, PAGED,
+                                NEAR_PAGED)  # fmt: skip
+            copy_packed(raw, tail, t, rows, addresses[t] >= 0, D, ROPE, COPY)
+        else:
+            copy_near(keys.index(t), window, addresses[t], start, D, NEAR, COPY)
+    scales = ()
+    for t in gl.static_range(TILES):
+        tile = mine.first + t
+        address = gl.where(is_packed(mine, tile, NEAR), addresses[t], -1)
+        scale = load_scales(window, chosen, address, tile >= mine.far, NEAR, SCALE_ROW, PAGED,
+                            NEAR_PAGED)  # fmt: skip
+        scales = scales + (scale,)  # noqa: RUF005 - Triton knows no unpacking
+    return scales

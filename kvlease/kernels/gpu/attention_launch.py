@@ -8,20 +8,12 @@ from torch import Tensor
 from kvlease.kernels.gpu.attention_combine import combine
 from kvlease.kernels.gpu.attention_core import Chosen, Partial, Queries, Turn, Window
 from kvlease.kernels.gpu.attention_narrow import attend_narrow
-from kvlease.kernels.gpu.attention_narrow_packed import attend_narrow_packed
 from kvlease.kernels.gpu.attention_packed import attend_packed
 from kvlease.kernels.gpu.attention_plain import attend_plain
-from kvlease.kernels.gpu.attention_plan import Plan, Work
+from kvlease.kernels.gpu.attention_plan import Plan, Work, processors
 from kvlease.kernels.gpu.attention_wide import attend_wide
-from kvlease.kernels.gpu.attention_wide_packed import attend_wide_packed
 
 LOG2_E = 1.4426950408889634
-KERNELS = {
-    "simple": (attend_plain, attend_packed),
-    "wide": (attend_wide, attend_wide_packed),
-    "narrow": (attend_narrow, attend_narrow_packed),
-}
-"""By schedule: the kernel for plain rows, and the one for packed rows."""
 
 
 @frozen
@@ -165,18 +157,24 @@ def launch(
     is_packed = "ROW" in options
     if is_packed:
         options["NEAR_PAGED"] = window.pool.paged if isinstance(window, Listed) else 0
-    if plan.schedule == "narrow":
+    groups = triton.cdiv(num_heads, plan.heads)
+    grid = num_rows, groups, plan.splits
+    if plan.schedule == "wide":
+        items = num_rows * groups * plan.splits
+        grid = (min(items, processors(rows.q.device)),)
+        attend_wide[grid](queries, near, far, turn, partial, items, groups, **options)
+    elif plan.schedule == "narrow":
         work = work_of(rows, window, chosen, window_keys)
         options["TILES"] = -(-work.tiles(plan.keys) // plan.splits)
         options |= {"HEADS": plan.heads, "KEYS": plan.keys}
-    elif plan.schedule == "simple":
+        attend_narrow[grid](queries, near, far, turn, partial, **options)
+    else:
         options |= {"BLOCK_H": plan.heads, "BK": min(plan.keys, window_keys)}
         options["STAGES"] = plan.stages
         if is_packed:
             options |= zip("ABC", packed_parts(width - rope), strict=True)
-    kernel = KERNELS[plan.schedule][is_packed]
-    grid = (num_rows, triton.cdiv(num_heads, plan.heads), plan.splits)
-    kernel[grid](queries, near, far, turn, partial, **options)
+        kernel = attend_packed if is_packed else attend_plain
+        kernel[grid](queries, near, far, turn, partial, **options)
     if plan.splits > 1:
         _combine(queries, turn, partial, width, rope, plan.splits, pdl)
 

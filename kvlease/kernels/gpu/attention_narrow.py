@@ -1,9 +1,11 @@
 # pyright: basic, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAssignmentType=false
-"""Attention of few heads over a short share of plain rows: one trip to memory (Gluon).
+# pyright: reportPossiblyUnboundVariable=false
+"""Attention of few heads over a short share of a row's keys: one trip to memory (Gluon).
 
 For small batches, where latency is all: every tile of the share is asked for at once, and the
-softmax is taken once over all of them.
+softmax is taken once over all of them. The queries stay in registers, since each warp multiplies
+all of them with each tile. Packed rows are scaled to bf16 when they have come.
 """
 
 from triton.experimental import gluon
@@ -11,35 +13,44 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from kvlease.kernels.gpu import attention_gluon as share
+from kvlease.kernels.gpu import attention_gluon_packed as packed
 
 CUT = gl.constexpr(128)
+
+
+@gluon.jit
+def load_queries(q, D: gl.constexpr, LOGITS: gl.constexpr):
+    """Load the queries, CUT channels a part."""
+    parts = ()
+    for cut in gl.static_range(0, D, CUT):
+        part = q.slice(cut, CUT, dim=1).load(gl.DotOperandLayout(0, LOGITS, 2))
+        parts = parts + (part,)  # noqa: RUF005 - Triton knows no unpacking
+    return parts
 
 
 @gluon.jit
 def logits_of(
     q, keys, HEADS: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr, LOGITS: gl.constexpr
 ):
-    """Multiply the queries with a tile's keys."""
-    logits = gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS)
+    """Multiply the queries with a tile's keys, each part for itself: short chains of products."""
+    nothing = gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS)
+    logits = nothing
     for cut in gl.static_range(0, D, CUT):
-        a = q.slice(cut, CUT, dim=1).load(gl.DotOperandLayout(0, LOGITS, 2))
         b = keys.slice(cut, CUT, dim=1).permute((1, 0)).load(gl.DotOperandLayout(1, LOGITS, 2))
-        logits = mma_v2(a, b, logits)
+        logits += mma_v2(q[cut // CUT], b, nothing)
     return logits
 
 
 @gluon.jit
 def all_addresses(
-    window, chosen, n, count, limit, first, last, far, NEAR: gl.constexpr, CHOSEN: gl.constexpr,
-    PAGE: gl.constexpr, KEYS: gl.constexpr, TILES: gl.constexpr, layout: gl.constexpr,
+    window, chosen, n, mine, NEAR: gl.constexpr, CHOSEN: gl.constexpr, PAGE: gl.constexpr,
+    KEYS: gl.constexpr, TILES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Return where the rows of each tile of the share lie; -1 for none."""
     addresses = ()
     for t in gl.static_range(TILES):
-        is_mine = first + t < last
-        address = share.fetch(window, chosen, n, gl.where(is_mine, count, 0),
-                              gl.where(is_mine, limit, 0), first + t, far, NEAR, CHOSEN, PAGE,
-                              KEYS, layout)  # fmt: skip
+        address = share.fetch(window, chosen, n, mine, mine.first + t, mine.last, NEAR, CHOSEN,
+                              PAGE, KEYS, layout)  # fmt: skip
         addresses = addresses + (address,)  # noqa: RUF005 - Triton knows no unpacking
     return addresses
 
@@ -66,37 +77,89 @@ def weigh_all(
 
 
 @gluon.jit
+def copy_plain(
+    keys, window, chosen, addresses, start, mine, D: gl.constexpr, NEAR: gl.constexpr,
+    CHOSEN: gl.constexpr, PAGED: gl.constexpr, TILES: gl.constexpr, COPY: gl.constexpr,
+):  # fmt: skip
+    """Start copying every tile of the share, each as a group of its own."""
+    for t in gl.static_range(TILES):
+        is_near = mine.first + t >= mine.far
+        share.copy_tile(keys.index(t), window, chosen, addresses[t], start, is_near, D, NEAR,
+                        CHOSEN, PAGED, COPY)  # fmt: skip
+
+
+@gluon.jit
+def finish(
+    acc, top, total, queries, partial, turn, n, split, position, first_head, D: gl.constexpr,
+    ROPE: gl.constexpr, SPLITS: gl.constexpr, TURN: gl.constexpr, HEADS: gl.constexpr,
+    LOGITS: gl.constexpr,
+):  # fmt: skip
+    """Store a row's result, or what its share leaves for `combine`."""
+    row = n.to(gl.int64) * SPLITS + split
+    if SPLITS == 1:
+        acc = acc * (1.0 / total)[:, None]
+        if TURN:
+            acc = share.rotate_back(acc, turn, position, D, ROPE, HEADS, LOGITS)
+        share.put(queries.out, acc, row, first_head, queries.num_heads, D, HEADS, LOGITS)
+    else:
+        share.put(partial.sums, acc, row, first_head, queries.num_heads, D, HEADS, LOGITS)
+        share.leave_stats(
+            partial, top, total, row, first_head, queries.num_heads, HEADS, LOGITS)  # fmt: skip
+
+
+@gluon.jit
 def attend_narrow(
     queries, window, chosen, turn, partial, D: gl.constexpr, ROPE: gl.constexpr,
     SPLITS: gl.constexpr, WINDOW: gl.constexpr, NEAR: gl.constexpr, CHOSEN: gl.constexpr,
     PAGE: gl.constexpr, PAGED: gl.constexpr, TURN: gl.constexpr, PDL: gl.constexpr,
-    HEADS: gl.constexpr, KEYS: gl.constexpr, TILES: gl.constexpr,
+    HEADS: gl.constexpr, KEYS: gl.constexpr, TILES: gl.constexpr, ROW: gl.constexpr = 0,
+    SCALE_ROW: gl.constexpr = 0, NEAR_PAGED: gl.constexpr = 0,
 ):  # fmt: skip
-    """Attend HEADS heads of one query row to one share of its keys, TILES tiles at most."""
-    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    """Attend HEADS heads of one query row to one share of its keys, TILES tiles at most.
+
+    Takes a warp for each four heads. ROW, SCALE_ROW and NEAR_PAGED describe packed rows.
+    """
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [HEADS // 16, 4], [16, 8])
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [HEADS // 4, 1], [1, 0])
     share.let_next_start(PDL)
-    first_head = gl.program_id(1) * HEADS
-    n, position, count, start, limit, far, first, last = share.share_of(
-        queries, window, chosen, WINDOW, NEAR, CHOSEN, SPLITS, KEYS)  # fmt: skip
+    n, first_head, split = gl.program_id(0), gl.program_id(1) * HEADS, gl.program_id(2)
+    mine = share.share_of(
+        queries, chosen, n, split, WINDOW, NEAR, CHOSEN, SPLITS, KEYS)  # fmt: skip
+    start = share.window_start(window, n, mine.count, NEAR, WINDOW)
     q = gl.allocate_shared_memory(gl.bfloat16, [HEADS, D], share.SHARED)
     keys = gl.allocate_shared_memory(gl.bfloat16, [TILES, KEYS, D], share.SHARED)
-    addresses = all_addresses(window, chosen, n, count, limit, first, last, far, NEAR, CHOSEN,
-                              PAGE, KEYS, TILES, gl.SliceLayout(1, COPY))  # fmt: skip
+    addresses = all_addresses(window, chosen, n, mine, NEAR, CHOSEN, PAGE, KEYS, TILES,
+                              gl.SliceLayout(1, COPY))  # fmt: skip
     share.copy_queries(q, queries, n, first_head, D, HEADS, COPY)
-    for t in gl.static_range(TILES):
-        share.copy_tile(keys.index(t), window, chosen, addresses[t], start, first + t >= far, D,
-                        NEAR, CHOSEN, PAGED, COPY)  # fmt: skip
-    seen = all_addresses(window, chosen, n, count, limit, first, last, far, NEAR, CHOSEN, PAGE,
-                         KEYS, TILES, gl.SliceLayout(0, LOGITS))  # fmt: skip
+    if ROW == 0:
+        raw, tail, scales = None, None, ()
+        copy_plain(keys, window, chosen, addresses, start, mine, D, NEAR, CHOSEN, PAGED, TILES,
+                   COPY)  # fmt: skip
+    else:
+        CUTS: gl.constexpr = (D - ROPE) // packed.CUT
+        raw = gl.allocate_shared_memory(
+            gl.uint8, [TILES * CUTS, KEYS, packed.CUT], packed.RAW_SHARED)  # fmt: skip
+        tail = gl.allocate_shared_memory(gl.bfloat16, [TILES, KEYS, ROPE], packed.TAIL_SHARED)
+        scales = packed.copy_tiles(keys, raw, tail, window, chosen, addresses, start, mine, D,
+                                   ROPE, NEAR, ROW, SCALE_ROW, PAGED, NEAR_PAGED, TILES,
+                                   COPY)  # fmt: skip
+    seen = all_addresses(window, chosen, n, mine, NEAR, CHOSEN, PAGE, KEYS, TILES,
+                         gl.SliceLayout(0, LOGITS))  # fmt: skip
+    parts = ()
     matches = ()
     for t in gl.static_range(TILES):
         async_copy.wait_group(TILES - 1 - t)
         gl.thread_barrier()
-        logits = logits_of(q, keys.index(t), HEADS, KEYS, D, LOGITS) * queries.scale
+        if ROW != 0:
+            if packed.is_packed(mine, mine.first + t, NEAR):
+                packed.unpack(keys.index(t), raw, tail, t, scales[t], D, ROPE, COPY)
+            gl.thread_barrier()
+        if t == 0:
+            parts = load_queries(q, D, LOGITS)
+        logits = logits_of(parts, keys.index(t), HEADS, KEYS, D, LOGITS) * queries.scale
         logits = gl.where((seen[t] >= 0)[None, :], logits, -float("inf"))
         matches = matches + (logits,)  # noqa: RUF005 - Triton knows no unpacking
     acc, top, total = weigh_all(queries, keys, matches, first_head, D, SPLITS, HEADS, KEYS, TILES,
                                 LOGITS)  # fmt: skip
-    share.finish(acc, top, total, queries, partial, turn, n, position, first_head, D, ROPE,
-                 SPLITS, TURN, HEADS, LOGITS, LOGITS)  # fmt: skip
+    finish(acc, top, total, queries, partial, turn, n, split, mine.position, first_head, D, ROPE,
+           SPLITS, TURN, HEADS, LOGITS)  # fmt: skip

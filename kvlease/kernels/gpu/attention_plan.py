@@ -15,7 +15,8 @@ class Plan:
     """How the work is cut: heads and keys of a tile, shares of a row's keys, warps, stages.
 
     schedule: "simple" leaves it to Triton; "wide" is written out for Hopper, with tiles of 64
-    heads and 64 keys; "narrow" asks for all keys of a share at once.
+    heads, and of 64 plain keys or 32 packed ones; "narrow" asks for all keys of a share at once,
+    with a warp for each four heads.
     """
 
     heads: int
@@ -45,7 +46,7 @@ class Work:
     def room(self, heads: int) -> int:
         """Return how many programs of so many heads the device has for each row; at least one."""
         programs = self.rows * -(-self.heads // heads)
-        return max(1, _processors(self.device) // programs)
+        return max(1, processors(self.device) // programs)
 
     @property
     def is_hopper(self) -> bool:
@@ -61,7 +62,8 @@ def plan_decode(work: Work) -> Plan:
         for heads in (16, 32) if work.is_packed else (16,):
             tiles = -(-work.tiles(32) // work.room(heads))
             if tiles <= (_MOST_PACKED_TILES if work.is_packed else _MOST_TILES):
-                return Plan(heads, 32, -(-work.tiles(32) // tiles), 4, schedule="narrow")
+                splits = -(-work.tiles(32) // tiles)
+                return Plan(heads, 32, splits, heads // 4, schedule="narrow")
     if work.is_hopper and work.heads > 32:
         # a share of one tile costs more to join than it saves
         splits = min(-(-work.tiles(64) // 2), work.room(64))
@@ -80,7 +82,8 @@ def plan_prefill(work: Work) -> Plan:
     return Plan(16, 32, 1, 4)
 
 
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
+    """Return how many programs of a large kernel a device runs at once."""
     if device.type != "cuda":
         return 8
     count: int = torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,9 +1,8 @@
 # pyright: basic
 """Prefill attention: query rows of one or several sequences, each over its window and its rows.
 
-Where the time goes, on an H200, 4096 rows x 64 heads x 640 keys, 1.1 ms: leaving one part out
-saves 0.20 ms (softmax), 0.20 (storing results: four bytes a thread, eight lines a warp), 0.20
-(either product), 0.13 (copies, which alone take 0.35): the parts wait for each other.
+An H200 takes 0.74 ms for 4096 rows x 64 heads x 640 plain keys, 465 TFLOP/s. What the tensor cores
+and the copies move through shared memory, 0.3 MB a tile of 64 keys, would alone take 0.4 ms.
 """
 
 from torch import Tensor

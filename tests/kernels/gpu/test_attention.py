@@ -227,6 +227,28 @@ def test_decode_reads_every_visible_row_through_its_page_table(
     check(rows, got, wanted(rows, keys, None))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_more_shares_than_processors(encoding: str, splits: int, device: str) -> None:
+    """A program takes one share after the other: long ones, short ones, and none at all."""
+    size = Size(512, 64, 128, 64, Plan(64, 64, splits, 8, schedule="wide"))
+    positions = [(n * 37) % 400 - 1 for n in range(300)]
+    rows = random_rows(positions, size, device)
+    ring, windows = ring_of(positions, size, device)
+    rest = store(encoding, 40, 16, size, device)
+    index = torch.randint(0, 640, (len(positions), 100), device=device).to(torch.int32)
+    index[torch.rand(index.shape, device=device) < 0.2] = -1
+    index[::7] = -1
+    keys = [
+        torch.cat([near, rest.flat[listed[listed >= 0].long()]])
+        for near, listed in zip(windows, index, strict=True)
+    ]
+    turn = turn_tables(size, device)
+    got = decode_attention(rows, ring, Listed(rest.pool, index), turn, plan=size.plan)
+    check(rows, got, wanted(rows, keys, turn))
+
+
 PREFILL_SIZES = [
     pytest.param(Size(64, 16, 32, 12, None), id="small"),
     full_size(128, None),
