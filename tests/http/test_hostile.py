@@ -19,7 +19,6 @@ from tests.rpc.rig import until
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + h2.SettingsFrame(0).serialize()
 UPGRADE = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: "
 POST = {":method": "POST", ":path": "/v1/chat/completions", ":scheme": "http", ":authority": "x"}
-BODY = asks(9).partition(b"\r\n\r\n")[2]
 NO_END = frozenset[str]()
 END = frozenset(["END_STREAM"])
 
@@ -31,6 +30,10 @@ def head(fields: Mapping[str, str | bytes], stream: int = 1, flags: frozenset[st
     for flag in {"END_HEADERS", *flags}:
         frame.flags.add(flag)
     return bytes(frame.serialize())
+
+
+def asks_body(max_tokens: int) -> bytes:
+    return asks(max_tokens).partition(b"\r\n\r\n")[2]
 
 
 def data(body: bytes, stream: int = 1, flags: frozenset[str] = END) -> bytes:
@@ -86,7 +89,7 @@ HTTP2: dict[str, bytes] = {
     "no method": head({"x": "y"}),
     "a stream of the server's": head(POST, 2),
     "a window over its bound": bytes(h2.WindowUpdateFrame(0, 2**31 - 1).serialize()) * 2,
-    "an answer reset": head(POST, 1, NO_END) + data(BODY) + reset(1),
+    "an answer reset": head(POST, 1, NO_END) + data(asks_body(9)) + reset(1),
     "settings without end": bytes(h2.SettingsFrame(0).serialize()) * 2000,
 }  # fmt: skip
 HTTP1: dict[str, bytes] = {
@@ -176,3 +179,26 @@ async def test_who_leaves_no_window_and_goes_leaves_nothing_behind(path: str) ->
                 await trio.sleep(0.5)
                 await trio.aclose_forcefully(stream)
         await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+
+async def test_a_stream_that_is_reset_ends_its_work_and_not_its_neighbours() -> None:
+    """Twenty answers on one connection; half are reset when they have begun."""
+    async with open_server(*[ENDLESS] * 20) as server:
+        server.model.pause_s = 0.002
+        stream = await trio.open_tcp_stream("127.0.0.1", server.port)
+        asked = b"".join(head(POST, n, NO_END) + data(asks_body(150), n) for n in range(1, 40, 2))
+        await stream.send_all(PREFACE + asked)
+        await until(lambda: server.model.num_drawn > 100)
+        await stream.send_all(b"".join(reset(number) for number in range(1, 40, 4)))
+        await until(lambda: server.engine.statistics().counters.cancelled == 10)
+        window = h2.WindowUpdateFrame(0, 1 << 24).serialize()
+        windows = [h2.WindowUpdateFrame(n, 1 << 24).serialize() for n in range(3, 40, 4)]
+        await stream.send_all(bytes(window) + b"".join(map(bytes, windows)))
+        got = b""
+        with trio.fail_after(20):
+            while got.count(b"[DONE]") < 10:
+                piece = await stream.receive_some()
+                assert piece, got[-300:]
+                got += piece
+        assert server.engine.statistics().counters.output_tokens < 20 * 150
+        await trio.aclose_forcefully(stream)
