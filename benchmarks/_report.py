@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -36,6 +37,23 @@ class Spread:
         return Spread(middle, low, high, len(samples))
 
 
+def interval(samples: Sequence[float]) -> tuple[float, float]:
+    """Return the narrowest interval that holds the median with 95 % certainty, or the whole range.
+
+    Its ends are samples, so that nothing is assumed of how they scatter: fewer than k of n samples
+    lie below the median no more often than fewer than k of n coins fall heads.
+    """
+    ordered, num = sorted(samples), len(samples)
+    skipped, below = 0, 0.0
+    while skipped < num // 2:
+        below += math.comb(num, skipped) / 2**num
+        if below > 0.025:
+            break
+        skipped += 1
+    skipped = max(0, skipped - 1)
+    return ordered[skipped], ordered[-1 - skipped]
+
+
 @define
 class Report:
     """Rows of one benchmark, printed as they come and written as one object at the end."""
@@ -62,6 +80,31 @@ class Report:
         print(f"  {what}: {figure:.4g}, {word} {bound:g} asked: {'met' if is_met else 'MISSED'}")
         self.rows.append({"target": what, "figure": figure, word: bound, "met": is_met})
         if not is_met:
+            self.missed.append(what)
+
+    def shown(self, what: str, samples: Sequence[float], bound: float) -> None:
+        """Print and keep whether samples show that the median is at most ``bound``.
+
+        Missed only if they show that it is more. Where they scatter too widely to show either, that
+        is what is said: more samples, or a quieter machine, decide it.
+        """
+        low, high = interval(samples)
+        median = statistics.median(samples)
+        met = True if high <= bound else False if low > bound else None
+        words = {True: "met", False: "MISSED", None: "not decided: it scatters too widely"}
+        place = f"{median:.3g}, with 95 % certainty {low:.3g} to {high:.3g}"
+        print(f"  {what}: {place}, at most {bound:g} asked: {words[met]}", flush=True)
+        self.rows.append(
+            {
+                "target": what,
+                "figure": median,
+                "low": low,
+                "high": high,
+                "at most": bound,
+                "met": met,
+            }
+        )
+        if met is False:
             self.missed.append(what)
 
     def finish(self, path: Path | None) -> int:

@@ -84,7 +84,7 @@ class RequestRules:
             )
             seqs = (record.seq, lease.seq, event.seq)
             self._findings.violate("R14", what, seqs, request=record.id, lease=lease.id)
-        if len(self._world.roots) > 1:
+        if lease.pages.is_mixed:
             for first, count, _ in lease.prefix:
                 self._check_root(lease, first, count, record.root, event.seq)
         # What was sealed then was looked at when the lease was opened.
@@ -140,14 +140,13 @@ class RequestRules:
     def flushed(self, event: PageFlush) -> None:
         """What is cached is forgotten: names of before are not used again (R10)."""
         world = self._world
-        known = {identity for identity, _ in world.roots}
-        if event.identity in known:
+        known = [identity for identity, _ in world.roots]
+        if event.identity in known or event.identity in world.flushed:
             what = "a flush kept the identity, under which old pages would be found"
             if event.identity != self._identity:
                 what = "a flush took an identity that had been used before"
             self._findings.violate("R10", what, (event.seq,))
-        world.flushed = known - {event.identity}
-        world.root_of(event.identity, "")
+        world.forget_roots(event.identity)
 
     def preempted(self, event: RequestPreempted) -> None:
         """It gave its pages back and waits."""

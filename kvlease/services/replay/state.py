@@ -21,6 +21,8 @@ from kvlease.services.replay.pages import NO_RUNS, Pages
 
 GRACE_NS = 5_000_000_000
 """How long after its deadline a request or a transfer may still end: who ends it may be at work."""
+MAX_FLUSHED = 1 << 16
+"""Identities of before a flush that are known again."""
 MAX_LIMBO = 1024
 """Settled transfers that are kept because some of their bytes have not landed yet."""
 NO_SEQS: Final[list[int]] = []
@@ -282,7 +284,7 @@ class World:
         waits: waits that have not ended, by step, or by minus the lease outside steps.
         blocking_steps: steps not over yet that quarantined pages wait for.
         roots: a number for each cache identity and tenant, in the order in which they came.
-        flushed: identities that were there before the latest flush.
+        flushed: identities that were there before the latest flush, oldest first.
         blocker_ns: when something last ended that quarantined pages may have waited for.
     """
 
@@ -308,7 +310,8 @@ class World:
         self.waits: dict[int, list[LeaseWait]] = {}
         self.blocking_steps: set[int] = set()
         self.roots: dict[tuple[str, str], int] = {(head.identity, ""): 0}
-        self.flushed: set[str] = set()
+        self.flushed: dict[str, None] = {}
+        self._num_roots = 1
         self.blocker_ns = 0
 
     def forget(self) -> None:
@@ -353,8 +356,18 @@ class World:
         if root is None:
             for pages in self.tiers.values():
                 pages.is_mixed = True
-            root = self.roots[key] = len(self.roots)
+            root = self.roots[key] = self._num_roots
+            self._num_roots += 1
         return root
+
+    def forget_roots(self, identity: str) -> None:
+        """Take all identities but this one as flushed; the oldest of many are forgotten."""
+        self.flushed.update(dict.fromkeys(known for known, _ in self.roots))
+        self.flushed.pop(identity, None)
+        while len(self.flushed) > MAX_FLUSHED:
+            del self.flushed[next(iter(self.flushed))]
+        self.roots.clear()
+        self.root_of(identity, "")
 
     def is_over(self, waiting: Quarantine) -> bool:
         """Whether all that quarantined pages wait for has come to its end."""
