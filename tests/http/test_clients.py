@@ -160,6 +160,23 @@ async def test_half_open_connections_end_within_their_limits(sent: bytes) -> Non
         await stream.aclose()
 
 
+async def test_connections_have_a_bound_though_nobody_asks_anything() -> None:
+    async with open_server(max_connections=2) as server:
+        idle = [await trio.open_tcp_stream("127.0.0.1", server.port) for _ in range(2)]
+        await trio.sleep(0.05)
+        one_more = await trio.open_tcp_stream("127.0.0.1", server.port)
+        with trio.fail_after(5):
+            got = b"".join([piece async for piece in one_more])
+        assert got.startswith(b"HTTP/1.1 429")
+        assert b"retry-after" in got
+        assert server.service.refused == {"too_many": 1}
+        for stream in (*idle, one_more):
+            await stream.aclose()
+        await trio.sleep(0.05)
+        async with server.plain() as client:
+            assert (await client.get("/health")).status_code == 200
+
+
 @pytest.mark.parametrize("is_streamed", [True, False])
 async def test_a_client_that_wants_no_other_answer_sees_the_end(is_streamed: bool) -> None:
     async with open_server("Hi.") as server:

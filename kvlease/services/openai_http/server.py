@@ -13,6 +13,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, cast, final
 
@@ -30,6 +31,8 @@ from kvlease.services.openai_http.app import make_app
 from kvlease.services.openai_http.context import DOOR, Context
 from kvlease.services.openai_http.edge import Edge
 from kvlease.services.rpc.address import TcpAddress, peer_of
+from kvlease.services.rpc.connection import GOODBYE_S
+from kvlease.services.rpc.framing import linger
 from kvlease.services.serving.limits import Limits
 from kvlease.services.serving.metrics import metrics_of
 from kvlease.services.serving.service import Service
@@ -45,6 +48,10 @@ SEND_BUFFER = 1 << 18
 """Bytes that the kernel keeps for a client that does not take them."""
 CLOSE_S = 3.0
 """How long connections may take to close once every answer has been told."""
+TOO_MANY = (
+    b"HTTP/1.1 429 Too Many Requests\r\nretry-after: 1\r\nconnection: close\r\n"
+    b"content-length: 0\r\n\r\n"
+)
 
 
 @final
@@ -150,6 +157,7 @@ class HttpDoor:
         self.addresses = [url]
         self._config = config
         self._listener = listener
+        self._num_open = 0
 
     async def run(self) -> None:
         """Serve until the service has drained, or until cancelled. Checkpoints: always."""
@@ -183,16 +191,31 @@ class HttpDoor:
         stream: trio.abc.Stream = plain
         if tls is not None:
             stream = trio.SSLStream(plain, tls, server_side=True, https_compatible=True)
-        peer = peer_of(plain)
+        peer, most = peer_of(plain), self.context.service.limits.max_connections
+        self._num_open += 1
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_close_at_end, plain)
-                await connect(stream=cast("trio.SSLStream[trio.SocketStream]", stream))
+                if self._num_open > most:
+                    error = Refused("too_many", f"{most} connections are open (max_connections)")
+                    self.context.service.refuse(DOOR, peer, error)
+                    await _turn_away(stream)
+                else:
+                    await connect(stream=cast("trio.SSLStream[trio.SocketStream]", stream))
                 nursery.cancel_scope.cancel()
         except* Exception as broken:
             why = ", ".join(repr(leaf) for leaf in leaves(broken))
             error = Refused("protocol", f"a connection made no sense: {why}")
             self.context.service.refuse(DOOR, peer, error)
+        finally:
+            self._num_open -= 1
+
+
+async def _turn_away(stream: trio.abc.Stream) -> None:
+    """Say that there are too many, if the peer takes it in time."""
+    with trio.move_on_after(GOODBYE_S), suppress(trio.BrokenResourceError):
+        await stream.send_all(TOO_MANY)
+        await linger(stream)
 
 
 async def _close_at_end(stream: trio.SocketStream) -> None:
