@@ -67,7 +67,8 @@ class Readers:
             reader.is_open, reader.last_uses = False, last_uses
             if self._sink.audit:
                 opens = [Opening(lease_id, *run) for run in openings.runs]
-                self._sink.emit(LeaseClose(lease=lease_id, opens=opens))
+                at_once = bool(opens) and not last_uses
+                self._sink.emit(LeaseClose(lease=lease_id, opens=opens, at_once=at_once))
             self.see_off()
             if on_close is not None:
                 on_close(last_uses)

@@ -135,7 +135,11 @@ class LeaseMove(Event, tag="lease.move", kw_only=True, gc=False):
 
 
 class LeaseClose(Event, tag="lease.close", kw_only=True, gc=False):
-    """A right ended. ``opens`` names what it opened outside steps."""
+    """A right ended. ``opens`` names what it opened outside steps.
+
+    ``at_once`` if no stream was there to wait: what it opened had to be done, not only recorded.
+    """
 
     lease: int
     opens: list[Opening] = []
+    at_once: bool = False

@@ -3,9 +3,12 @@
 import msgspec
 
 from kvlease.protocols import events as ev
+from tests.replay.build import place_of, story
 from tests.replay.plant import Plant, change, put
 
 USAGE = ev.Usage(prompt=33, hit_host=32, computed=1, output=1)
+_RECORDED = place_of(story().events, ev.TransferRecord, 1) + 1
+"""The line behind which layer 0 of the load may be ordered, and is not done."""
 
 
 def _lost(times: int, again: bool) -> tuple[ev.Event, ...]:
@@ -29,6 +32,17 @@ PLANTS = {
     ),
     "a guard of a rule that there is not": Plant(
         "R14", change(ev.StepDiscarded, 0, rule="R99"), [(ev.StepDiscarded, 0)]
+    ),
+    "layers opened at once that were only recorded": Plant(
+        "R2",
+        put(
+            ev.TransferRecord,
+            1,
+            ev.LeaseOpen(lease=9, mode="shared", pages=[(0, 2, 1)]),
+            ev.LeaseClose(lease=9, opens=[ev.Opening(9, 0, 1, _RECORDED)], at_once=True),
+        ),
+        [(ev.TransferPlan, 1), (ev.LeaseClose, 3)],
+        layer=0,
     ),
     "hits of another tier than was admitted": Plant(
         "R12",

@@ -301,7 +301,7 @@ class LeaseRules:
     def _leave(self, lease: SequenceState, event: LeaseClose) -> None:
         """A sequence, or another reader, is done."""
         for opening in event.opens:
-            self._opened(lease, opening, event.seq)
+            self._opened(lease, opening, event)
         if lease.depends is not None:
             for transfer in lease.depends:
                 transfer.readers -= 1
@@ -315,8 +315,9 @@ class LeaseRules:
         if self._world.waits:
             self._world.waits.pop(-lease.id, None)
 
-    def _opened(self, lease: SequenceState, opening: Opening, seq: int) -> None:
+    def _opened(self, lease: SequenceState, opening: Opening, event: LeaseClose) -> None:
         """A reader outside steps tells, at its end, what it had opened."""
+        seq = event.seq
         if opening.after_seq >= seq:
             self._openings.behind(opening, 0, seq, lease.id)
         if opening.lease != lease.id:
@@ -325,6 +326,8 @@ class LeaseRules:
         mask = self._openings.mask_of(opening, 0, seq)
         if mask and lease.depends is not None:
             self._openings.check(lease, mask, opening.after_seq, 0, seq)
+            if event.at_once:
+                self._openings.check_done(lease, mask, opening.after_seq, seq)
 
     def _closed_early(self, end: LeaseOpen, transfer: TransferState, seq: int) -> None:
         """One end of a transfer is let go before the transfer has ended (R7)."""

@@ -70,6 +70,21 @@ class OpeningRules:
         if doubtful:
             self._check(lease, doubtful, mask, after, step, seq)
 
+    def check_done(self, lease: SequenceState, mask: int, after: int, seq: int) -> None:
+        """Judge openings that no stream could make wait: behind what was done, and no other."""
+        for transfer in lease.depends or ():
+            mine = 0 if transfer.bundle is None else transfer.bundle.layer_mask & mask
+            for layer in range(mine.bit_length()):
+                if mine >> layer & 1 and not 0 < transfer.done[layer] <= after:
+                    what = (
+                        f"lease {lease.id} opened layer {layer} at once, and transfer "
+                        f"{transfer.id} was not done with it"
+                    )
+                    self._findings.violate(
+                        "R2", what, (transfer.planned, transfer.done[layer], seq),
+                        request=lease.request, lease=lease.id, transfer=transfer.id, layer=layer,
+                    )  # fmt: skip
+
     def _check(
         self,
         lease: SequenceState,
