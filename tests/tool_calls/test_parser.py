@@ -1,5 +1,6 @@
 """The parser of tool calls: any split says the same, nothing leaks, nothing is lost."""
 
+import gc
 import json
 import time
 
@@ -314,4 +315,11 @@ def test_time_is_linear(text: str) -> None:
         parsed(list(part))
         return time.thread_time() - begun
 
-    assert seconds(text) < 8 * seconds(text[: len(text) // 4]) + 0.05, "four times is linear"
+    def least(part: str) -> float:
+        return min(seconds(part) for _ in range(3))
+
+    gc.disable()  # a collection looks at what all tests have left
+    try:
+        assert least(text) < 8 * least(text[: len(text) // 4]) + 0.05, "four times is linear"
+    finally:
+        gc.enable()
