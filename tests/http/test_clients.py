@@ -107,7 +107,7 @@ async def test_a_client_that_takes_nothing_cannot_hold_a_drain_up(
 
 async def test_a_stream_of_http2_that_stands_still_holds_nothing_and_loses_nothing() -> None:
     """Flow control is the client's: who opens no window would be a client for ever."""
-    async with open_server(ENDLESS, slow_reader_timeout_s=0.5) as server:
+    async with open_server(ENDLESS, slow_reader_timeout_s=2.0) as server:
         client = h2.connection.H2Connection()
         client.initiate_connection()
         body = asks(400, logprobs=True, top_logprobs=2).partition(b"\r\n\r\n")[2]
