@@ -6,6 +6,7 @@ which read and write nothing.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import chain
 from typing import final
 from weakref import WeakKeyDictionary
@@ -21,6 +22,7 @@ from kvlease.kernels.gpu.step_rows import StepRows
 from kvlease.kernels.models.device_rows import Ints, LayerMemory, step_rows
 from kvlease.kernels.models.device_step import DeviceLayers, Pending
 from kvlease.protocols.schema import AnyLayer
+from kvlease.units import LayerId
 
 MAX_BUCKET = 128
 LEAST_PAGES = 16
@@ -28,6 +30,12 @@ _ALIGNED = 4
 """Rows begin at multiples of 16 bytes, so that kernels are compiled once for every batch."""
 
 Memory = Sequence[tuple[AnyLayer, LayerMemory]]
+
+
+@cache
+def _can_pin() -> bool:
+    """Whether there is a device here: asked once, because the driver takes its time to say."""
+    return torch.cuda.is_available()
 
 
 def round_to_power(count: int) -> int:
@@ -86,7 +94,7 @@ class Layout:
 
     def place(self, numbers: DecodeNumbers) -> Tensor:
         """Return a step's numbers in pinned memory, which torch keeps until copies end (R13)."""
-        pinned = torch.empty(self.size, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+        pinned = torch.empty(self.size, dtype=torch.int32, pin_memory=_can_pin())
         self.fill(pinned.numpy(), numbers)
         return pinned
 
@@ -107,6 +115,12 @@ class PoolGraphs:
 
     layers: Memory
     captured: dict[Layout, _Captured] = field(factory=dict[Layout, _Captured])
+    places: dict[LayerId, tuple[int, ...]] = field(init=False)
+    """Where everything of each layer lies."""
+
+    def __attrs_post_init__(self) -> None:
+        """Note it once: every step is held against it."""
+        self.places = {layer.id: part.addresses for layer, part in self.layers}
 
 
 @final
@@ -135,8 +149,7 @@ class DecodeGraphs:
         known = self._pools.get(memory)
         if known is None:
             known = self._pools[memory] = PoolGraphs(opened)
-        places = {layer.id: part for layer, part in known.layers}
-        if any(places[layer.id].addresses != part.addresses for layer, part in opened):
+        if any(known.places[layer.id] != part.addresses for layer, part in opened):
             raise LayoutMismatch("a pool's memory has moved under a captured decode step")
         return known
 
