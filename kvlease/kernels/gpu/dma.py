@@ -1,7 +1,10 @@
-"""Batches of copies by the device's copy engines: one driver call, no multiprocessor is used.
+"""Copies by the device's copy engines, in batches or by pitch; no multiprocessor is used.
 
-The driver takes arrays of addresses and sizes. The call holds neither Python's lock nor the device;
-it costs about a microsecond a copy, so copies should be large (100 KB and up).
+For a batch the driver takes arrays of addresses and sizes. The call holds neither Python's lock nor
+the device; it costs half a microsecond a copy, so copies should be large (100 KB and up). Rows at
+even distances are one copy, however many they are. Measured on an H200, 128 pieces of 32, 128, 256
+and 512 KB: a batch takes the host 63 to 69 us and comes at 29.6, 45, 49.5 and 52.4 GB/s; as rows of
+one copy 4 to 6 us, at 50.9, 54.1, 54.7 and 55; as rows of 16 copies 50 us, at 34, 47.5, 51 and 53.
 """
 
 import ctypes
@@ -23,9 +26,17 @@ _OVERLAP_WITH_COMPUTE = 1
 _FIRST_CAPACITY = 1024
 
 
+_UNIFIED = 4
+"""A memory type: whose memory it is follows from the address."""
+_NUMBERS = 16
+_SOURCE_KIND, _SOURCE, _SOURCE_PITCH = 2, 4, 6
+_TARGET_KIND, _TARGET, _TARGET_PITCH, _WIDTH, _ROWS = 9, 11, 13, 14, 15
+"""Of CUDA_MEMCPY2D, which is eight bytes a field: positions within arrays and such stay 0."""
+
+
 @final
 class CopyEngine:
-    """The driver's batch copy, for one device and one thread at a time."""
+    """The driver's copies, for one device and one thread at a time."""
 
     def __init__(self, device: torch.device) -> None:
         """Find the driver's entry; raises OperatingError where it has none (before CUDA 12.8)."""
@@ -39,6 +50,11 @@ class CopyEngine:
         pointer, number = ctypes.c_void_p, ctypes.c_size_t
         failed = [pointer] if self._tells_failed else []
         self._copy.argtypes = [*[pointer] * 3, number, pointer, pointer, number, *failed, pointer]
+        self._copy_rows = driver.cuMemcpy2DAsync_v2
+        self._copy_rows.argtypes = [pointer, pointer]
+        self._rows = (ctypes.c_size_t * _NUMBERS)()
+        self._rows[_SOURCE_KIND] = self._rows[_TARGET_KIND] = _UNIFIED
+        self._rows_at = ctypes.addressof(self._rows)
         self._set_context = driver.cuCtxSetCurrent
         self._context = ctypes.c_void_p()
         with torch.cuda.device(device):
@@ -85,3 +101,32 @@ class CopyEngine:
                 f"the CUDA driver refused {count} copies with error {error} (see CUresult in its"
                 " manual); the default stream takes no batches"
             )
+
+    def copy_rows(
+        self,
+        target: Place,
+        source: Place,
+        counts: Numbers,
+        part: tuple[int, int],
+        sizes: tuple[int, int, int],
+        stream: torch.cuda.Stream,
+    ) -> None:
+        """Queue the copies part[0] to part[1] - 1 on a stream, each of ``counts`` rows.
+
+        ``sizes`` are a row's bytes, and those from row to row at the target and at the source.
+
+        Raises OperatingError when the driver refuses one.
+        """
+        rows = self._rows
+        rows[_WIDTH], rows[_TARGET_PITCH], rows[_SOURCE_PITCH] = sizes
+        self._set_context(self._context)
+        for number in range(*part):
+            rows[_TARGET] = target[0] + int(target[1][number])
+            rows[_SOURCE] = source[0] + int(source[1][number])
+            rows[_ROWS] = int(counts[number])
+            error = self._copy_rows(self._rows_at, stream.cuda_stream)
+            if error:
+                raise OperatingError(
+                    f"the CUDA driver refused a copy of {rows[_ROWS]} rows with error {error} (see"
+                    " CUresult in its manual)"
+                )

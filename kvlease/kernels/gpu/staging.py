@@ -29,20 +29,25 @@ from kvlease.kernels.gpu.page_copy import RecordTable, move_records
 
 Direction = Literal["load", "store"]
 
+LEAST_ROWS = 4
+"""Host pages in runs of so many on average are copied by rows: that is faster, and costs less."""
+
 
 @frozen
 class Cut:
     """How a transfer's pages become copies of a part of their records, a slot's worth at a time.
 
     Attributes:
-        on_host, in_slot, sizes: per copy, in bytes from the part's place in the first record, and
-            from where the slot begins.
+        on_host, in_slot: per copy, in bytes from the part's place in the first record, and from
+            where the slot begins.
+        sizes: per copy its bytes; or if ``by_rows`` its records, of which it takes the part.
         chunks: per slot its pages, and its copies: each first, and one past the last.
     """
 
     on_host: Numbers
     in_slot: Numbers
     sizes: Numbers
+    by_rows: bool
     chunks: list[tuple[int, int, int, int]]
 
 
@@ -68,16 +73,22 @@ class MovedPages:
 
     def _cut(self, nbytes: int, record_nbytes: int, per_slot: int) -> Cut:
         begins = np.ones(self.count, dtype=np.bool_)
-        if nbytes == record_nbytes:  # neighbours on the host are one piece
-            np.not_equal(self.host[1:], self.host[:-1] + 1, out=begins[1:])
-            begins[::per_slot] = True
+        np.not_equal(self.host[1:], self.host[:-1] + 1, out=begins[1:])
+        begins[::per_slot] = True
         starts = np.flatnonzero(begins)
+        # neighbours on the host are one piece; of parts of records, one copy of several rows
+        by_rows = nbytes < record_nbytes and len(starts) * LEAST_ROWS <= self.count
+        if nbytes < record_nbytes and not by_rows:
+            starts = np.arange(self.count)
         firsts = range(0, self.count, per_slot)
         edges: list[int] = np.searchsorted(starts, [*firsts, self.count]).tolist()
         return Cut(
             on_host=(self.host[starts] * record_nbytes).astype(np.uint64),
             in_slot=(starts % per_slot * nbytes).astype(np.uint64),
-            sizes=(np.diff(starts, append=self.count) * nbytes).astype(np.uint64),
+            sizes=(np.diff(starts, append=self.count) * (1 if by_rows else nbytes)).astype(
+                np.uint64
+            ),
+            by_rows=by_rows,
             chunks=[
                 (page, min(page + per_slot, self.count), edges[number], edges[number + 1])
                 for number, page in enumerate(firsts)
@@ -207,9 +218,15 @@ class PageMover:
                 slot: _Slot, stream: torch.cuda.Stream, copies: Sequence[int] = copies
             ) -> None:
                 target, source = (slot.address, cut.in_slot), host
+                sizes = end - begin, end - begin, self.table.nbytes
                 if not self._is_load:
                     target, source = source, target
-                ring.engine.copy(target, source, cut.sizes, (copies[0], copies[1]), stream)
+                    sizes = end - begin, self.table.nbytes, end - begin
+                part = copies[0], copies[1]
+                if cut.by_rows:
+                    ring.engine.copy_rows(target, source, cut.sizes, part, sizes, stream)
+                else:
+                    ring.engine.copy(target, source, cut.sizes, part, stream)
 
             def spread(
                 slot: _Slot, stream: torch.cuda.Stream, part: tuple[int, int] = (first, last)

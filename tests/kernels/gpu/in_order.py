@@ -52,6 +52,21 @@ class HostEngine:
             to, begin = target[0] + int(target[1][at]), source[0] + int(source[1][at])
             ctypes.memmove(to, begin, int(sizes[at]))
 
+    def copy_rows(
+        self,
+        target: Place,
+        source: Place,
+        counts: Numbers,
+        part: tuple[int, int],
+        sizes: tuple[int, int, int],
+        _stream: object,
+    ) -> None:
+        width, to_next, from_next = sizes
+        for at in range(*part):
+            to, begin = target[0] + int(target[1][at]), source[0] + int(source[1][at])
+            for row in range(int(counts[at])):
+                ctypes.memmove(to + row * to_next, begin + row * from_next, width)
+
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch's streams and the copy engines be the calling thread."""
