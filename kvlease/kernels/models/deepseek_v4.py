@@ -122,7 +122,7 @@ class DeepseekV4:
         is_ready = lease.ready_through_layer >= len(layers)
         if is_ready and isinstance(run, WholeRun) and run.fits_a_graph:
             opened = self._few if run.knows(lease.memory) else layers
-            views = await open_ready_step(lease, opened, stream)
+            views = open_ready_step(lease, opened)
             stream.launch(partial(run.whole, views, lease.memory))
             return run.result
         stream.launch(run.begin)

@@ -6,12 +6,26 @@ This module does not know what a model does with the rows.
 from collections.abc import Iterable, Sequence
 
 from kvlease.errors import UsageError
-from kvlease.protocols.ownership import StepLease
+from kvlease.protocols.ownership import LayerLease, StepLease
 from kvlease.protocols.ports import Stream
 from kvlease.protocols.schema import AnyLayer, HeavyLayer, SlidingLayer, SparseLayer
 from kvlease.protocols.views import HeavyStepView, SlidingStepView, SparseStepView
 
 StepView = SlidingStepView | SparseStepView | HeavyStepView
+
+
+def _right_to(
+    lease: StepLease, layer: AnyLayer
+) -> LayerLease[SlidingStepView] | LayerLease[SparseStepView] | LayerLease[HeavyStepView]:
+    match layer:
+        case SlidingLayer():
+            return lease[layer]
+        case SparseLayer():
+            return lease[layer]
+        case HeavyLayer():
+            return lease[layer]
+        case _:
+            raise UsageError(f"{type(layer).__name__} is no layer of this model")
 
 
 async def open_layer_of(lease: StepLease, layer: AnyLayer, stream: Stream) -> StepView:
@@ -23,15 +37,7 @@ async def open_layer_of(lease: StepLease, layer: AnyLayer, stream: Stream) -> St
         TransferFailed: the layer's transfer failed; discard the step.
         UsageError: models of this family have no layer of this kind.
     """
-    match layer:
-        case SlidingLayer():
-            return await lease[layer].resolve(stream)
-        case SparseLayer():
-            return await lease[layer].resolve(stream)
-        case HeavyLayer():
-            return await lease[layer].resolve(stream)
-        case _:
-            raise UsageError(f"{type(layer).__name__} is no layer of this model")
+    return await _right_to(lease, layer).resolve(stream)
 
 
 def stand_for_all(layers: Sequence[AnyLayer]) -> tuple[AnyLayer, ...]:
@@ -49,8 +55,8 @@ def stand_for_all(layers: Sequence[AnyLayer]) -> tuple[AnyLayer, ...]:
     return tuple(chosen.values()) or tuple(layers[:1])
 
 
-async def open_ready_step(
-    lease: StepLease, layers: Iterable[AnyLayer], stream: Stream
+def open_ready_step(
+    lease: StepLease, layers: Iterable[AnyLayer]
 ) -> list[tuple[AnyLayer, StepView]]:
     """Open a step all of whose layers are ready, and return the views of some; never waits.
 
@@ -61,4 +67,4 @@ async def open_ready_step(
         NotReady: a layer is still being filled.
     """
     lease.open_all()
-    return [(layer, await open_layer_of(lease, layer, stream)) for layer in layers]
+    return [(layer, _right_to(lease, layer).resolve_nowait()) for layer in layers]

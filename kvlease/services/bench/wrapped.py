@@ -71,6 +71,6 @@ class TimesTheGate(WaitsForAll):
         """Time the opening of a decode step, then run any step."""
         if lease.was_ready and all(len(part.tokens) == 1 for part in inputs.sequences):
             began = time.perf_counter()
-            await open_ready_step(lease, self._few, stream)
+            open_ready_step(lease, self._few)
             self.seconds.append(time.perf_counter() - began)
         return await self._inner.forward(inputs, lease, stream)
