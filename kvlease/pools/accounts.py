@@ -33,8 +33,8 @@ def check(
         raise LedgerImbalance(f"device pages: {reserved} promised to sequences, book differs")
 
 
-def say(memory: Memory, index: PrefixIndex, sink: EventSink) -> None:
-    """Write both tiers' own counts into the log."""
+def say(memory: Memory, index: PrefixIndex, sink: EventSink, num_pins: int) -> None:
+    """Write both tiers' own counts into the log; ``num_pins`` are those that callers hold."""
     if not sink.audit:
         return
     counts = index.statistics()
@@ -49,5 +49,6 @@ def say(memory: Memory, index: PrefixIndex, sink: EventSink) -> None:
                 cached=ledger.sealed - pinned[tier],
                 reserved=ledger.reserved,
                 free=ledger.free,
+                pins=num_pins,
             )
         )

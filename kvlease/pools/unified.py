@@ -347,7 +347,7 @@ class UnifiedPool:
 
     def say_ledger(self) -> None:
         """Write both tiers' own counts into the log, to be held against it (R11)."""
-        accounts.say(self.memory, self.index, self._sink)
+        accounts.say(self.memory, self.index, self._sink, len(self.controls.pins))
 
     def ledgers(self) -> dict[str, Ledger]:
         """Return the ledger of every book, by its name."""

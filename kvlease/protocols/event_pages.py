@@ -80,7 +80,8 @@ class PageLedger(Event, tag="page.ledger", kw_only=True, gc=False):
     """A pool's own count, to be compared with the one that follows from the log (R11).
 
     Each page counts once, by this precedence. ``leased`` pages have a holder, who may be one that
-    pins a path without reading it; ``reserved`` counts promises, which name no page.
+    pins a path without reading it; ``reserved`` counts promises, which name no page. ``pins`` are
+    those that callers asked for and that have not ended, -1 where the writer does not tell.
     """
 
     tier: Tier
@@ -89,6 +90,7 @@ class PageLedger(Event, tag="page.ledger", kw_only=True, gc=False):
     cached: int
     reserved: int
     free: int
+    pins: int = -1
 
 
 class LeaseOpen(Event, tag="lease.open", kw_only=True, gc=False):

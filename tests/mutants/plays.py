@@ -6,6 +6,7 @@ is whole.
 """
 
 import sys
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -149,6 +150,19 @@ async def _hopeless(world: World) -> None:
         await trio.sleep(100)
 
 
+async def _prefetch(world: World) -> None:
+    """What has gone to the host, with its kept tail, is prefetched and asked for."""
+    device = SimulatedDevice(witness(), SLOW, world.log)
+    config = evolve(CONFIG, device_pages=24, device_tails=4, max_sessions=1)
+    async with open_engine(device.runner, config, log=world.log, ports=device.ports) as engine:
+        first, *others = (prompt_of(family, world.rng.choice((17, 20))) for family in range(4))
+        for prompt in (first, *others):
+            await _ask(engine, prompt, 3, 0)
+        await engine.cache.prefetch(array("i", first).tobytes())
+        await _ask(engine, first, 3, 0)
+        await trio.sleep(100)
+
+
 async def _tenants(world: World) -> None:
     """Equal prompts of three tenants, again and again, with a flush in between."""
     device = SimulatedDevice(witness(), SLOW, world.log)
@@ -174,6 +188,7 @@ PLAYS = {
     "late": Scenario("late", "loads and stores that come after their deadline", _late),
     "hopeless": Scenario("hopeless", "links on which every load fails", _hopeless),
     "tenants": Scenario("tenants", "equal prompts of several tenants, and a flush", _tenants),
+    "prefetch": Scenario("prefetch", "evicted prefixes are prefetched, then used", _prefetch),
     "killed": Scenario("killed", "a loader that dies with copies in hand", _killed),
     "overdue": Scenario("overdue", "a worker that stands still past the requests' time", _overdue),
 }

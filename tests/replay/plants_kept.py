@@ -79,6 +79,17 @@ PLANTS = {
         ),
         [(ev.PageLedger, 1)],
     ),
+    "pages leased to nobody": Plant(
+        "R11",
+        put(
+            ev.PageFree,
+            2,
+            ev.PageLedger(
+                tier="device", quarantined=0, leased=1, cached=1, reserved=0, free=14, pins=0
+            ),
+        ),
+        [(ev.PageLedger, 1)],
+    ),
     "a flush that keeps the name": Plant(
         "R10",
         put(ev.PageFree, 1, ev.PageFlush(identity="root")),

@@ -17,6 +17,7 @@ from kvlease.services.replay.bounds import beyond_bounds
 from kvlease.services.replay.endings import check_end, stuck_requests
 from kvlease.services.replay.findings import Findings, rule_of
 from kvlease.services.replay.lease_rules import LeaseRules
+from kvlease.services.replay.ledger_rules import LedgerRules
 from kvlease.services.replay.opening_rules import OpeningRules
 from kvlease.services.replay.page_rules import PageRules
 from kvlease.services.replay.reader import (
@@ -156,7 +157,7 @@ class Checker:
             ev.RequestFailed: requests.failed,
             ev.PageReserve: pages.reserve, ev.PageSeal: pages.seal, ev.PageEvict: pages.evict,
             ev.PageQuarantine: pages.quarantine, ev.PageFree: pages.free,
-            ev.PageLedger: pages.ledger, ev.PageMismatch: pages.mismatch,
+            ev.PageLedger: LedgerRules(world).ledger, ev.PageMismatch: pages.mismatch,
             ev.PageFlush: requests.flushed, ev.ActorDied: self._died,
             ev.LeaseOpen: leases.open, ev.LeaseWait: leases.wait, ev.LeaseMove: leases.move,
             ev.LeaseClose: leases.close,

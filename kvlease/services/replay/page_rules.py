@@ -9,7 +9,6 @@ from typing import final
 from kvlease.protocols.events import (
     PageEvict,
     PageFree,
-    PageLedger,
     PageMismatch,
     PageQuarantine,
     PageReserve,
@@ -373,28 +372,3 @@ class PageRules:
             if pages.has(first, count):
                 for page in range(first, first + count):
                     pages.unlanded.pop(page, None)
-
-    def ledger(self, event: PageLedger) -> None:
-        """Hold a pool's own count against the one that follows from the log (R11)."""
-        if self._world.is_lossy:
-            return
-        pages = self._tiers[event.tier]
-        count = pages.state.count
-        pairs = (
-            ("quarantined", event.quarantined, count(QUARANTINED)),
-            ("leased or cached", event.leased + event.cached, count(HELD) + count(SEALED)),
-            ("reserved or free", event.reserved + event.free, count(FREE)),
-        )
-        for words, told, known in pairs:
-            if told != known:
-                what = f"the pool counts {told} {event.tier} pages as {words}, the log {known}"
-                self._findings.violate("R11", what, (event.seq,))
-        if event.reserved and not self._sequences:
-            what = (
-                f"the pool counts {event.reserved} {event.tier} pages as promised, and nobody runs"
-            )
-            self._findings.violate("R11", what, (event.seq,))
-        known = pages.num_leased()
-        if event.leased < known:
-            what = f"the pool counts {event.leased} leased {event.tier} pages, the log {known}"
-            self._findings.violate("R11", what, (event.seq,))
