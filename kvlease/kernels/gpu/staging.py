@@ -16,6 +16,7 @@ tenth.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Literal, final
 
 import numpy as np
@@ -55,45 +56,61 @@ class Cut:
 class MovedPages:
     """The pages of one transfer at both ends, in one order; keeps how they are cut into copies."""
 
-    __slots__ = ("_cuts", "count", "device", "host")
+    __slots__ = ("_cuts", "_runs", "count", "device", "host")
 
     def __init__(self, host: npt.NDArray[np.int64], device: Tensor) -> None:
         """Take page numbers: ``host`` [n], and ``device`` [n] int32 or int64 on the device."""
         self.host = host
         self.device = device
         self.count = len(host)
+        starts = [0, *(np.flatnonzero(host[1:] != host[:-1] + 1) + 1).tolist(), self.count]
+        self._runs = list(pairwise(starts))
         self._cuts: dict[int, Cut] = {}
 
     def cut(self, nbytes: int, record_nbytes: int, slot_nbytes: int) -> Cut:
         """Return the copies of ``nbytes`` of each record; records and slots are of one size."""
         found = self._cuts.get(nbytes)
         if found is None:
-            found = self._cuts[nbytes] = self._cut(nbytes, record_nbytes, slot_nbytes // nbytes)
+            # neighbours on the host are one piece; of parts of records, one copy of several rows
+            is_part = nbytes < record_nbytes
+            apart = is_part and len(self._runs) * LEAST_ROWS > self.count
+            way = self._cut_pages if apart else self._cut_runs
+            found = self._cuts[nbytes] = way(nbytes, record_nbytes, slot_nbytes // nbytes)
         return found
 
-    def _cut(self, nbytes: int, record_nbytes: int, per_slot: int) -> Cut:
-        begins = np.ones(self.count, dtype=np.bool_)
-        np.not_equal(self.host[1:], self.host[:-1] + 1, out=begins[1:])
-        begins[::per_slot] = True
-        starts = np.flatnonzero(begins)
-        # neighbours on the host are one piece; of parts of records, one copy of several rows
-        by_rows = nbytes < record_nbytes and len(starts) * LEAST_ROWS <= self.count
-        if nbytes < record_nbytes and not by_rows:
-            starts = np.arange(self.count)
-        firsts = range(0, self.count, per_slot)
-        edges: list[int] = np.searchsorted(starts, [*firsts, self.count]).tolist()
+    def _cut_pages(self, nbytes: int, record_nbytes: int, per_slot: int) -> Cut:
+        chunks = [
+            (first, min(first + per_slot, self.count)) for first in range(0, self.count, per_slot)
+        ]
         return Cut(
-            on_host=(self.host[starts] * record_nbytes).astype(np.uint64),
-            in_slot=(starts % per_slot * nbytes).astype(np.uint64),
-            sizes=(np.diff(starts, append=self.count) * (1 if by_rows else nbytes)).astype(
-                np.uint64
-            ),
-            by_rows=by_rows,
-            chunks=[
-                (page, min(page + per_slot, self.count), edges[number], edges[number + 1])
-                for number, page in enumerate(firsts)
-            ],
+            on_host=self.host.astype(np.uint64) * np.uint64(record_nbytes),
+            in_slot=np.arange(self.count, dtype=np.uint64) % per_slot * nbytes,
+            sizes=np.full(self.count, nbytes, dtype=np.uint64),
+            by_rows=False,
+            chunks=[chunk + chunk for chunk in chunks],
         )
+
+    def _cut_runs(self, nbytes: int, record_nbytes: int, per_slot: int) -> Cut:
+        by_rows = nbytes < record_nbytes
+        pieces: list[tuple[int, int, int]] = []
+        edges: list[int] = []
+        for start, end in self._runs:
+            host = int(self.host[start]) - start
+            while start < end:
+                if start % per_slot == 0:
+                    edges.append(len(pieces))
+                stop = min(end, start - start % per_slot + per_slot)
+                size = (stop - start) * (1 if by_rows else nbytes)
+                pieces.append(((host + start) * record_nbytes, start % per_slot * nbytes, size))
+                start = stop
+        edges.append(len(pieces))
+        on_host, in_slot, sizes = np.array(pieces, dtype=np.uint64).T
+        firsts = range(0, self.count, per_slot)
+        chunks = [
+            (first, min(first + per_slot, self.count), *pair)
+            for first, pair in zip(firsts, pairwise(edges), strict=True)
+        ]
+        return Cut(on_host, in_slot, sizes, by_rows, chunks)
 
 
 @frozen
