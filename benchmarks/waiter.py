@@ -30,7 +30,7 @@ from _report import Report, Spread, make_parser  # noqa: E402  (run from a check
 from kvlease.runtime.cuda_spin import fine_timers, spinner  # noqa: E402
 from kvlease.runtime.cuda_waiter import CudaWaiter  # noqa: E402
 
-CYCLES_PER_S = 1.7e9
+CYCLES = 10_000_000
 SEEN_S = 2e-6
 """How late a spinning loop sees an event at best: what the device's clock is set by."""
 SETTINGS = 20
@@ -141,6 +141,19 @@ def spin_until(event: torch.cuda.Event) -> float:
     return time.perf_counter()
 
 
+def cycles_per_s() -> float:
+    """Return how fast a sleeping kernel counts."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    seconds: list[float] = []
+    for _ in range(9):
+        start.record()
+        torch.cuda._sleep(CYCLES)
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3)
+    return CYCLES / statistics.median(seconds)
+
+
 @final
 class DeviceClock:
     """The times of events on the host's clock."""
@@ -179,8 +192,7 @@ class Bench:
     def __init__(self, report: Report) -> None:
         """Start the device."""
         self._report = report
-        torch.cuda._sleep(1000)
-        torch.cuda.synchronize()
+        self._cycles_per_s = cycles_per_s()
         self._clock = DeviceClock()
 
     def measure(
@@ -223,7 +235,7 @@ class Bench:
             before = way.spent()
             start.record()
             length = seconds[number % len(seconds)] * rng.uniform(1 - jitter, 1 + jitter)
-            torch.cuda._sleep(int(CYCLES_PER_S * length))
+            torch.cuda._sleep(int(self._cycles_per_s * length))
             end.record()
             way.mark()
             seen = way.seen()

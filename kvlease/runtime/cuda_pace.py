@@ -19,8 +19,8 @@ SPREAD_SHARE = 0.25
 SAME_KIND = 1.15
 """Durations that differ less are of one kind of work; those between two kinds are not expected."""
 STEP_S = 10e-6
-"""How much earlier a point is expected the next time that was passed before it was looked for; each
-further time it is twice that."""
+"""How much earlier than planned a point was passed, at a guess, that was passed before the first look
+as was the one before it; each further time it is more than twice that."""
 LOOKS_S = 30e-6
 """What may be spent on looking when a point is due, at least: where work is short, late is worse
 than busy."""
@@ -38,7 +38,7 @@ CLOSE_S = 20e-6
 little more then, and sees at once."""
 OVERDUE_SHARE = 0.5
 """How long to sleep where a point is overdue, of the time that it is overdue by."""
-RISE, FALL = 0.3, 0.05
+RISE, FALL = 0.2, 0.1
 """How fast it is learnt that sleeps end later than they did, and earlier: late costs more."""
 
 Window = tuple[float, float, float]
@@ -102,7 +102,7 @@ class Pace:
         if self._is_watched or self._planned is None or elapsed - before < 2 * CLOSE_S:
             self._num_missed = 0
             return elapsed if self._is_watched else (before + elapsed) / 2
-        step = STEP_S * 2.0 ** min(self._num_missed, 16)
+        step = STEP_S * (2.0 ** min(self._num_missed, 16) - 1.0)
         self._num_missed += 1
         return max(min(self._planned, elapsed) - step, before)
 

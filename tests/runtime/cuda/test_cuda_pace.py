@@ -90,7 +90,7 @@ def test_a_point_that_was_passed_before_the_first_look_does_not_teach_to_look_la
 
 def test_what_sleeps_are_late_by_is_learnt_fast_and_forgotten_slowly() -> None:
     oversleep = Oversleep(300e-6)
-    for _ in range(10):
+    for _ in range(15):
         oversleep.ended(100e-6)
     assert oversleep.late_s > 90e-6
     oversleep.ended(10e-6)
