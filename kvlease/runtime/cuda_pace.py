@@ -19,8 +19,8 @@ SPREAD_SHARE = 0.25
 SAME_KIND = 1.15
 """Durations that differ less are of one kind of work; those between two kinds are not expected."""
 STEP_S = 10e-6
-"""How much earlier than planned a point was passed, at a guess, that was passed before the first look
-as was the one before it; each further time it is more than twice that."""
+"""How much earlier than planned a point was passed, at a guess, if it and the one before it were
+passed before the first look; each further time it is more than twice that."""
 LOOKS_S = 30e-6
 """What may be spent on looking when a point is due, at least: where work is short, late is worse
 than busy."""
