@@ -112,9 +112,9 @@ def mix_few(rows: Tensor, dense: Tensor, weights: ExpertWeights, limit: float) -
     num_rows, width = rows.shape
     experts, hidden = weights.num_experts, weights.width
     side = rows_side(num_rows)
-    warps, stages = (4, 5) if side < 64 else (8, 4)
     inner = rows.new_empty((experts, num_rows, hidden))
     tall, step = min(64, triton.next_power_of_2(hidden)), min(64, triton.next_power_of_2(width))
+    warps, stages = {64: (4, 3), 128: (8, 4)}.get(side, (4, 5))
     _up[(triton.cdiv(hidden, tall), experts)](
         rows, dense, weights.gate, weights.up, inner, num_rows, limit, E=experts, D=width,
         F=hidden, BM=side, BN=tall, BK=step, STAGES=stages,
@@ -122,11 +122,12 @@ def mix_few(rows: Tensor, dense: Tensor, weights: ExpertWeights, limit: float) -
     )  # fmt: skip
     shares = min(4, experts)
     out = rows.new_empty((shares, num_rows, width), dtype=torch.float32)
-    tall, step = min(64, triton.next_power_of_2(width)), min(128, triton.next_power_of_2(hidden))
+    tall, deep = min(64, triton.next_power_of_2(width)), triton.next_power_of_2(hidden)
+    step = min(128 if side < 64 else 64, deep)
+    warps, stages = {64: (4, 6), 128: (8, 4)}.get(side, (4, 5))
     _down[(triton.cdiv(width, tall), shares)](
         inner, dense, weights.down, out, num_rows, E=experts, BE=triton.next_power_of_2(experts),
-        D=width, F=hidden, BM=side, BN=tall, BK=step if side < 128 else min(step, 64),
-        SHARES=shares, STAGES=stages,
+        D=width, F=hidden, BM=side, BN=tall, BK=step, SHARES=shares, STAGES=stages,
         LINES=min(8, step // 16), num_warps=warps, **early_launch(_down),
     )  # fmt: skip
     return out

@@ -18,7 +18,10 @@ from kvlease.kernels.gpu.early import early_launch, fetch_lines, wait_for_inputs
 FEW = 64
 """Up to so many rows this is faster than a library's product."""
 _PROGRAMS = 128
-"""About one for each multiprocessor of the largest chips at hand: fewer leave memory idle."""
+"""About one for each multiprocessor of the largest chips at hand: fewer leave memory idle.
+
+Where rows are so few that two programs fit on each, twice as many.
+"""
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -74,13 +77,17 @@ def multiply_few(rows: Tensor, weight: Tensor, *, dtype: torch.dtype = torch.flo
     groups, outputs, deep = stacked.shape
     tall = 64 if outputs >= 64 else 16
     blocks = triton.cdiv(outputs, tall) * groups
-    step = min(128, triton.next_power_of_2(deep))
+    side = rows_side(num_rows)
+    # many short programs of many rows: less memory each, so that more of them run at once
+    is_short = side >= 64 and deep <= 1024 and blocks > 2 * _PROGRAMS
+    wide = 64 if is_short else 128
+    step = min(wide, triton.next_power_of_2(deep))
     shares = 1
     if dtype != torch.bfloat16:
-        most = min(triton.cdiv(_PROGRAMS, blocks), deep // (2 * step))
+        programs = _PROGRAMS if side > 16 else 2 * _PROGRAMS
+        most = min(triton.cdiv(programs, blocks), deep // (2 * step))
         while 2 * shares <= most:
             shares *= 2
-    side = rows_side(num_rows)
     out = rows.new_empty((shares, num_rows, groups * outputs), dtype=dtype)
     _few_rows[(triton.cdiv(outputs, tall), shares, groups)](
         rows, stacked, out, num_rows, rows.stride(0), deep if groups > 1 else 0,

@@ -37,6 +37,11 @@ def multiply_exact(rows: Tensor, weight: Tensor) -> Tensor:
     """Return rows @ weight.T as parts to be added, [shares, N, M] float32; shapes as `multiply`."""
     if len(rows) <= FEW:
         return multiply_few(rows, weight)
+    return float32_product(rows, weight.t()).unsqueeze(0)
+
+
+def float32_product(rows: Tensor, matrix: Tensor) -> Tensor:
+    """Return rows @ matrix in float32, from bf16."""
     if rows.is_cuda:
-        return torch.mm(rows, weight.t(), out_dtype=torch.float32).unsqueeze(0)
-    return (rows.float() @ weight.float().t()).unsqueeze(0)
+        return torch.mm(rows, matrix, out_dtype=torch.float32)
+    return rows.float() @ matrix.float()

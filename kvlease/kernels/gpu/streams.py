@@ -1,12 +1,13 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportGeneralTypeIssues=false
 # Triton's language has no types: what a kernel does with them is checked by its tests.
 """Residual streams around a block, in two launches; the twin is ``kernels.mhc``.
 
 The first launch leaves the block before (or spreads a token's embedding), writes the streams, and
-multiplies them with the mixer's projection; the second sums up, normalises and mixes. The streams
-are bf16, so the projection needs no float32 product: each weight is held as a bf16 number and
-what that one left over, and both meet the streams exactly.
+multiplies them with the mixer's projection (which the library does where rows are many); the second
+sums up, normalises and mixes. The streams are bf16, so the projection needs no float32 product:
+each weight is held as a bf16 number and what that one left over, and both meet the streams exactly.
 """
 
 import torch
@@ -15,11 +16,15 @@ import triton.language as tl
 from attrs import frozen
 from torch import Tensor
 
-from kvlease.kernels.gpu.early import early_launch, wait_for_inputs
+from kvlease.kernels.gpu.early import (
+    early_launch,
+    wait_for_inputs,
+)
+from kvlease.kernels.gpu.products import float32_product
 from kvlease.kernels.mhc import MixerNumbers, MixerWeights
 
 _FEW = 64
-"""Up to so many rows, a program takes one block of channels: there would be too few otherwise."""
+"""Up to so many rows, programs share a row's channels out: there would be too few otherwise."""
 
 
 @frozen
@@ -72,65 +77,111 @@ def pack_mixer(weights: MixerWeights) -> PackedMixer:
     return PackedMixer(padded.t().contiguous(), weights.scale.float(), weights.base.float())
 
 
+@triton.jit
+def _added(
+    streams, tokens, added, rows, real, channels, exists, part, row, D: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Return what the block before gave, or the tokens' embedding, [R, C] float32."""
+    inside = real[:, None] & exists[None, :]
+    if PARTS == 0:
+        token = tl.load(tokens + rows, mask=real, other=0).to(tl.int64)
+        at = streams + token[:, None] * D + channels[None, :]
+        block = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        start = added + rows.to(tl.int64)[:, None] * row + channels[None, :]
+        block = tl.load(start, mask=inside, other=0.0).to(tl.float32)
+        for p in tl.static_range(1, PARTS):
+            block += tl.load(start + p * part, mask=inside, other=0.0).to(tl.float32)
+    return block
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _project(
     streams, tokens, added, mixing, result, projection, sums, squares, num_rows, part, row,
     D: tl.constexpr, S: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
-    BD: tl.constexpr, STEPS: tl.constexpr, EARLY: tl.constexpr,
+    BD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write BM rows of new streams over STEPS * BD channels, and their part of the projection."""
+    """Write BM rows of new streams over BD channels, and their part of the projection."""
     wait_for_inputs(EARLY)
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     share = tl.program_id(1)
     real = rows < num_rows
     columns = tl.arange(0, COLUMNS)
-    first = rows.to(tl.int64)[:, None] * (S * D)
+    channels = share * BD + tl.arange(0, BD)
+    exists = channels < D
+    inside = real[:, None] & exists[None, :]
+    first = rows.to(tl.int64)[:, None] * (S * D) + channels[None, :]
     weights = rows * (S + S * S)
     total = tl.zeros((BM, COLUMNS), tl.float32)
     square = tl.zeros((BM,), tl.float32)
-    for step in range(STEPS):
-        channels = (share * STEPS + step) * BD + tl.arange(0, BD)
-        exists = channels < D
-        inside = real[:, None] & exists[None, :]
-        block = tl.zeros((BM, BD), tl.float32)
-        if PARTS == 0:
-            token = tl.load(tokens + rows, mask=real, other=0).to(tl.int64)
-            at = streams + token[:, None] * D + channels[None, :]
-            block += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        for p in tl.static_range(PARTS):
-            at = added + p * part + rows.to(tl.int64)[:, None] * row + channels[None, :]
-            block += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        for s in tl.static_range(S):
-            x = block
-            if PARTS > 0:
-                x *= tl.load(mixing + weights + s, mask=real, other=0.0)[:, None]
-                for t in tl.static_range(S):
-                    old = streams + first + t * D + channels[None, :]
-                    comb = tl.load(mixing + weights + S + t * S + s, mask=real, other=0.0)
-                    x += comb[:, None] * tl.load(old, mask=inside, other=0.0).to(tl.float32)
-            x = x.to(tl.bfloat16)
-            tl.store(result + first + s * D + channels[None, :], x, mask=inside)
-            length = x.to(tl.float32)
-            square += tl.sum(length * length, axis=1)
-            at = projection + (s * D + channels)[:, None] * COLUMNS + columns[None, :]
-            total = tl.dot(x, tl.load(at, mask=exists[:, None], other=0.0), total)
+    block = _added(streams, tokens, added, rows, real, channels, exists, part, row, D, PARTS)
+    for s in tl.static_range(S):
+        x = block
+        if PARTS > 0:
+            x *= tl.load(mixing + weights + s, mask=real, other=0.0)[:, None]
+            for t in tl.static_range(S):
+                comb = tl.load(mixing + weights + S + t * S + s, mask=real, other=0.0)
+                old = tl.load(streams + first + t * D, mask=inside, other=0.0)
+                x += comb[:, None] * old.to(tl.float32)
+        x = x.to(tl.bfloat16)
+        tl.store(result + first + s * D, x, mask=inside)
+        length = x.to(tl.float32)
+        square += tl.sum(length * length, axis=1)
+        at = projection + (s * D + channels)[:, None] * COLUMNS + columns[None, :]
+        total = tl.dot(x, tl.load(at, mask=exists[:, None], other=0.0), total)
     at = (share * num_rows + rows).to(tl.int64)
     tl.store(sums + at[:, None] * COLUMNS + columns[None, :], total, mask=real[:, None])
     tl.store(squares + at, square, mask=real)
 
 
 @triton.jit
+def _leave(
+    streams, tokens, added, mixing, result, squares, part, row, D: tl.constexpr, S: tl.constexpr,
+    PARTS: tl.constexpr, BD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Write row n of the new streams, and their squared length."""
+    wait_for_inputs(EARLY)
+    rows = tl.program_id(0) + tl.arange(0, 1)
+    real = rows >= 0
+    channels = tl.arange(0, BD)
+    exists = channels < D
+    first = rows.to(tl.int64)[:, None] * (S * D) + channels[None, :]
+    weights = rows * (S + S * S)
+    # all that is read is asked for before any of it is used
+    olds = ()
+    if PARTS > 0:
+        for t in tl.static_range(S):
+            olds += (tl.load(streams + first + t * D, mask=exists[None, :], other=0.0),)
+    block = _added(streams, tokens, added, rows, real, channels, exists, part, row, D, PARTS)
+    square = tl.zeros((1,), tl.float32)
+    for s in tl.static_range(S):
+        x = block
+        if PARTS > 0:
+            x *= tl.load(mixing + weights + s)[:, None]
+            for t in tl.static_range(S):
+                x += tl.load(mixing + weights + S + t * S + s)[:, None] * olds[t].to(tl.float32)
+        x = x.to(tl.bfloat16)
+        tl.store(result + first + s * D, x, mask=exists[None, :])
+        length = x.to(tl.float32)
+        square += tl.sum(length * length, axis=1)
+    tl.store(squares + rows, square)
+
+
+@triton.jit
 def _mixes(
-    sums, squares, scale, base, n, num_rows, index, norm_eps, WIDTH: tl.constexpr,
+    sums, squares, scale, base, rows, num_rows, index, norm_eps, WIDTH: tl.constexpr,
     OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """Return outputs number ``index`` of row n's projection, scaled and shifted."""
-    at = tl.arange(0, SHARES) * num_rows + n
-    length = tl.sum(tl.load(squares + at))
-    mine = sums + at.to(tl.int64)[:, None] * COLUMNS + index[None, :]
-    value = tl.sum(tl.load(mine) + tl.load(mine + OUTPUTS), axis=0)
-    value *= tl.rsqrt(length / WIDTH + norm_eps)
-    return value * tl.load(scale + index) + tl.load(base + index)
+    """Return outputs number ``index`` of the rows' projections, scaled and shifted, [R, I]."""
+    real = (rows < num_rows)[None, :]
+    at = tl.arange(0, SHARES)[:, None] * num_rows + rows[None, :]
+    length = tl.sum(tl.load(squares + at, mask=real, other=1.0), axis=0)
+    mine = sums + at.to(tl.int64)[:, :, None] * COLUMNS + index[None, None, :]
+    real = real[:, :, None]
+    value = tl.load(mine, mask=real, other=0.0) + tl.load(mine + OUTPUTS, mask=real, other=0.0)
+    value = tl.sum(value, axis=0) * tl.rsqrt(length / WIDTH + norm_eps)[:, None]
+    return value * tl.load(scale + index)[None, :] + tl.load(base + index)[None, :]
 
 
 @triton.jit
@@ -150,13 +201,13 @@ def _read(
 
 @triton.jit
 def _balance(comb, eps, ITERATIONS: tl.constexpr):
-    """Make exp(comb) [S, S] nearly doubly stochastic."""
-    comb = tl.exp(comb - tl.max(comb, axis=1)[:, None])
-    comb = comb / tl.sum(comb, axis=1)[:, None] + eps
-    comb = comb / (tl.sum(comb, axis=0) + eps)[None, :]
+    """Make each exp(comb) [R, S, S] nearly doubly stochastic."""
+    comb = tl.exp(comb - tl.max(comb, axis=2)[:, :, None])
+    comb = comb / tl.sum(comb, axis=2)[:, :, None] + eps
+    comb = comb / (tl.sum(comb, axis=1) + eps)[:, None, :]
     for _ in range(ITERATIONS - 1):
-        comb = comb / (tl.sum(comb, axis=1) + eps)[:, None]
-        comb = comb / (tl.sum(comb, axis=0) + eps)[None, :]
+        comb = comb / (tl.sum(comb, axis=2) + eps)[:, :, None]
+        comb = comb / (tl.sum(comb, axis=1) + eps)[:, None, :]
     return comb
 
 
@@ -164,31 +215,36 @@ def _balance(comb, eps, ITERATIONS: tl.constexpr):
 def _enter(
     streams, sums, squares, scale, base, weight, hidden, mixing, num_rows, mixer_eps, norm_eps,
     D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, OUTPUTS: tl.constexpr,
-    COLUMNS: tl.constexpr, SHARES: tl.constexpr, ITERATIONS: tl.constexpr, EARLY: tl.constexpr,
+    COLUMNS: tl.constexpr, SHARES: tl.constexpr, ITERATIONS: tl.constexpr, BR: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, 0) writes row n's block input, normalised; (n, 1) how its output goes back."""
+    """Program n < N writes row n's block input, normalised; those behind, how outputs go back."""
     wait_for_inputs(EARLY)
     n = tl.program_id(0)
     lanes = tl.arange(0, S)
     square = tl.arange(0, S * S)
-    if tl.program_id(1) == 0:
+    if n < num_rows:
         gates = _mixes(
-            sums, squares, scale, base, n, num_rows, lanes, norm_eps, S * D, OUTPUTS,
-            COLUMNS, SHARES,
+            sums, squares, scale, base, n + tl.arange(0, 1), num_rows, lanes, norm_eps, S * D,
+            OUTPUTS, COLUMNS, SHARES,
         )  # fmt: skip
-        _read(streams, weight, hidden, tl.sigmoid(gates) + mixer_eps, n, norm_eps, D, BD, S)
+        pre = tl.sigmoid(tl.reshape(gates, (S,))) + mixer_eps
+        _read(streams, weight, hidden, pre, n, norm_eps, D, BD, S)
     elif OUTPUTS > S:
+        rows = (n - num_rows) * BR + tl.arange(0, BR)
+        real = (rows < num_rows)[:, None]
+        into = mixing + rows[:, None] * (S + S * S)
         post = _mixes(
-            sums, squares, scale, base, n, num_rows, S + lanes, norm_eps, S * D, OUTPUTS,
+            sums, squares, scale, base, rows, num_rows, S + lanes, norm_eps, S * D, OUTPUTS,
             COLUMNS, SHARES,
         )  # fmt: skip
-        tl.store(mixing + n * (S + S * S) + lanes, tl.sigmoid(post) * 2.0)
+        tl.store(into + lanes[None, :], tl.sigmoid(post) * 2.0, mask=real)
         mixes = _mixes(
-            sums, squares, scale, base, n, num_rows, 2 * S + square, norm_eps, S * D, OUTPUTS,
+            sums, squares, scale, base, rows, num_rows, 2 * S + square, norm_eps, S * D, OUTPUTS,
             COLUMNS, SHARES,
         )  # fmt: skip
-        comb = _balance(tl.reshape(mixes, (S, S)), mixer_eps, ITERATIONS)
-        tl.store(mixing + n * (S + S * S) + S + square, tl.reshape(comb, (S * S,)))
+        comb = _balance(tl.reshape(mixes, (BR, S, S)), mixer_eps, ITERATIONS)
+        tl.store(into + S + square[None, :], tl.reshape(comb, (BR, S * S)), mask=real)
 
 
 def spread_tokens(embedding: Tensor, tokens: Tensor, streams: int, mixer: PackedMixer) -> Mixed:
@@ -219,19 +275,26 @@ def _launch_project(
 ) -> Mixed:
     (num_rows, lanes), width = shape, streams.shape[-1]
     columns = mixer.projection.shape[1]
-    block = min(64, triton.next_power_of_2(width))
-    blocks = triton.cdiv(width, block)
-    steps = 1 if num_rows <= _FEW else max(1, blocks // 8)
-    shares = triton.next_power_of_2(triton.cdiv(blocks, steps))
     result = streams.new_empty((num_rows, lanes, width))
-    sums = result.new_empty((shares, num_rows, columns), dtype=torch.float32)
-    squares = result.new_empty((shares, num_rows), dtype=torch.float32)
     added = None if output is None else output.values
     strides = (0, 0) if added is None else added.stride()[:2]
+    common = {"D": width, "S": lanes, "PARTS": 0 if added is None else added.shape[0]}
+    block = triton.next_power_of_2(width)
+    if num_rows > _FEW:
+        squares = result.new_empty((1, num_rows), dtype=torch.float32)
+        _leave[(num_rows,)](
+            streams, tokens, added, mixing, result, squares, *strides, BD=block,
+            num_warps=8 if block >= 2048 else 4, **common, **early_launch(_leave),
+        )  # fmt: skip
+        sums = float32_product(result.flatten(1), mixer.projection).unsqueeze(0)
+        return Mixed(result, sums, squares)
+    block = min(64, block)
+    shares = triton.next_power_of_2(triton.cdiv(width, block))
+    sums = result.new_empty((shares, num_rows, columns), dtype=torch.float32)
+    squares = result.new_empty((shares, num_rows), dtype=torch.float32)
     _project[(triton.cdiv(num_rows, 16), shares)](
         streams, tokens, added, mixing, result, mixer.projection, sums, squares, num_rows,
-        *strides, D=width, S=lanes, PARTS=0 if added is None else added.shape[0],
-        COLUMNS=columns, BM=16, BD=block, STEPS=steps, num_warps=4, num_stages=2,
+        *strides, COLUMNS=columns, BM=16, BD=block, num_warps=4, **common,
         **early_launch(_project),
     )  # fmt: skip
     return Mixed(result, sums, squares)
@@ -248,13 +311,14 @@ def enter_streams(
     num_rows, lanes, width = mixed.streams.shape
     hidden = mixed.streams.new_empty((num_rows, width))
     mixing = mixed.sums.new_empty((num_rows, lanes + lanes * lanes))
-    both = 2 if mixer.outputs > lanes else 1
+    together = 1 if num_rows <= _FEW else 32
+    mixed_by = triton.cdiv(num_rows, together) if mixer.outputs > lanes else 0
     block = triton.next_power_of_2(width)
-    _enter[(num_rows, both)](
+    _enter[(num_rows + mixed_by,)](
         mixed.streams, mixed.sums, mixed.squares, mixer.scale, mixer.base, weight, hidden, mixing,
         num_rows, numbers.eps, numbers.norm_eps, D=width, BD=block, S=lanes,
         OUTPUTS=mixer.outputs, COLUMNS=mixer.projection.shape[1], SHARES=mixed.sums.shape[0],
-        ITERATIONS=numbers.sinkhorn_iterations, num_warps=8 if block >= 2048 else 4,
+        ITERATIONS=numbers.sinkhorn_iterations, BR=together, num_warps=8 if block >= 2048 else 4,
         **early_launch(_enter),
     )  # fmt: skip
     return hidden, mixing

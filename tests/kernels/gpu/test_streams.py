@@ -31,9 +31,14 @@ def mixer(streams: int, width: int, outputs: int, device: str) -> MixerWeights:
     )
 
 
-@pytest.mark.parametrize(("rows", "width", "lanes"), [(1, 64, 4), (3, 192, 4), (19, 128, 2)])
-def test_a_block_between_two_mixers(rows: int, width: int, lanes: int, device: str) -> None:
+@pytest.mark.parametrize(
+    ("rows", "width", "lanes", "few"), [(1, 64, 4, 64), (17, 16, 2, 64), (5, 192, 4, 4)]
+)
+def test_a_block_between_two_mixers(
+    rows: int, width: int, lanes: int, few: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tokens spread, a block entered and left again, and the next one entered."""
+    monkeypatch.setattr("kvlease.kernels.gpu.streams._FEW", few)
     torch.manual_seed(rows)
     numbers = MixerNumbers(lanes, 20, 1e-6, 1e-6)
     outputs = lanes * (2 + lanes)
