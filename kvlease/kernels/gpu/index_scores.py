@@ -2,7 +2,7 @@
 
 Decode: the grid is persistent. Programs share the pages of all sequences evenly, whatever their
 lengths, and find their part from the positions on the device, so that a captured graph can be
-replayed as sequences grow.
+replayed as sequences grow. A few pages each are found while the kernel in front ends.
 """
 
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false
@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 from attrs import frozen
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
 
-from kvlease.kernels.gpu.topk_narrow import top_of
+from kvlease.kernels.gpu.early import early_launch, wait_for_inputs
 
-PROGRAMS_PER_SM = 4
+_FEW_PAGES = 8
+"""Pages of a program up to which it starts early. With more it would start before its neighbours
+have left, and share a multiprocessor with more of its like than others do."""
 
 
 @frozen
@@ -63,37 +64,33 @@ class IndexKeys:
         }
 
 
+def programs_each(queries: Tensor, keys: IndexKeys) -> int:
+    """Return how many programs of `decode_scores` a multiprocessor runs at once."""
+    # conversions take registers
+    return 4 if queries.dtype == keys.values.dtype else 3
+
+
 @triton.jit
-def _score(
-    keys, query, weights, scale, sequence, row, visible, out, tops, out_stride,
-    COPIES: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
-    """Score one page of keys, and raise the tops by what is visible of it."""
+def _score(keys, query, weights, scale):
+    """Return the scores of one page of keys."""
     if keys.dtype != query.dtype:
         # e4m3 under bf16 queries: half precision holds both, and is one conversion, not two
         keys = keys.to(tl.float16)
         query = query.to(tl.float16)
     products = tl.dot(keys, query)
     # relu(x) = (x + |x|) / 2: an addition issues at twice the rate of a maximum
-    scores = tl.sum((products + tl.abs(products)) * weights[None, :], axis=1) * scale
-    tl.store(out + sequence * out_stride + row, scores, mask=row < visible)
-    if GROUPS > 0:
-        copy = sequence * COPIES + row // GROUPS % COPIES
-        top = tops + copy * GROUPS + row % GROUPS
-        tl.atomic_max(top, top_of(scores), mask=row < visible, sem="relaxed")
+    return tl.sum((products + tl.abs(products)) * weights[None, :], axis=1) * scale
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
 def _decode_scores(
-    queries, head_weights, values, scales, table, positions, out, tops, num_sequences,
-    table_stride, out_stride, PAGE_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
+    queries, head_weights, values, scales, table, positions, out, num_sequences, table_stride,
+    out_stride, PAGE_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
     SCALE_PAGE_STRIDE: tl.constexpr, SCALE_ROW_STRIDE: tl.constexpr, PAGE_ROWS: tl.constexpr,
     WIDTH: tl.constexpr, HEADS: tl.constexpr, RATIO: tl.constexpr, SEQUENCES: tl.constexpr,
-    STAGES: tl.constexpr, COPIES: tl.constexpr, GROUPS: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Score an even share of all sequences' pages, one after the other."""
-    if EARLY:
-        gdc_launch_dependents()
     lanes = tl.arange(0, SEQUENCES)
     at = tl.load(positions + lanes, mask=lanes < num_sequences, other=-1)
     pages = (tl.maximum(at + 1, 0) // RATIO + PAGE_ROWS - 1) // PAGE_ROWS
@@ -101,6 +98,7 @@ def _decode_scores(
     total = tl.sum(pages).to(tl.int64)
     page = (total * tl.program_id(0) // tl.num_programs(0)).to(tl.int32)
     last = (total * (tl.program_id(0) + 1) // tl.num_programs(0)).to(tl.int32)
+    wait_for_inputs(EARLY)
     heads = tl.arange(0, HEADS)
     channels = tl.arange(0, WIDTH)
     rows = tl.arange(0, PAGE_ROWS)
@@ -119,34 +117,32 @@ def _decode_scores(
             scale = 1.0
             if SCALE_ROW_STRIDE > 0:
                 scale = tl.load(scales + place * SCALE_PAGE_STRIDE + rows * SCALE_ROW_STRIDE)
-            _score(
-                keys, query, weights, scale, sequence, (n - begin) * PAGE_ROWS + rows, visible,
-                out, tops, out_stride, COPIES, GROUPS,
-            )  # fmt: skip
+            row = (n - begin) * PAGE_ROWS + rows
+            scores = _score(keys, query, weights, scale)
+            tl.store(out + sequence * out_stride + row, scores, mask=row < visible)
         page = stop
 
 
 @triton.jit
 def _decode_page(
-    queries, raw_queries, head_weights, values, scales, table, positions, out, tops,
-    table_stride, out_stride, PAGE_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
+    queries, raw_queries, head_weights, values, scales, table, positions, out, table_stride,
+    out_stride, PAGE_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
     SCALE_PAGE_STRIDE: tl.constexpr, SCALE_ROW_STRIDE: tl.constexpr, PAGE_ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, HEADS: tl.constexpr, RATIO: tl.constexpr, COPIES: tl.constexpr,
-    GROUPS: tl.constexpr, EARLY: tl.constexpr,
+    WIDTH: tl.constexpr, HEADS: tl.constexpr, RATIO: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Score one page of one sequence. Nothing is looked up first: all loads leave together."""
-    if EARLY:
-        gdc_launch_dependents()
     sequence = tl.program_id(1).to(tl.int64)
     heads = tl.arange(0, HEADS)
     channels = tl.arange(0, WIDTH)
     rows = tl.arange(0, PAGE_ROWS)
     place = tl.load(table + sequence * table_stride + tl.program_id(0)).to(tl.int64)
     visible = tl.maximum(tl.load(positions + sequence) + 1, 0) // RATIO
+    is_seen = tl.program_id(0) * PAGE_ROWS < visible
+    wait_for_inputs(EARLY)
     # as plain bytes until the keys are on their way: an operand is put in its place at once
     raw = tl.load(raw_queries + (sequence * HEADS + heads[None, :]) * WIDTH + channels[:, None])
     weights = tl.load(head_weights + sequence * HEADS + heads) * 0.5
-    if tl.program_id(0) * PAGE_ROWS < visible:
+    if is_seen:
         keys = tl.load(
             values + place * PAGE_STRIDE + rows[:, None] * ROW_STRIDE + channels[None, :]
         )
@@ -154,10 +150,9 @@ def _decode_page(
         if SCALE_ROW_STRIDE > 0:
             scale = tl.load(scales + place * SCALE_PAGE_STRIDE + rows * SCALE_ROW_STRIDE)
         query = raw.to(queries.dtype.element_ty, bitcast=True)
-        _score(
-            keys, query, weights, scale, sequence, tl.program_id(0) * PAGE_ROWS + rows, visible,
-            out, tops, out_stride, COPIES, GROUPS,
-        )  # fmt: skip
+        row = tl.program_id(0) * PAGE_ROWS + rows
+        scores = _score(keys, query, weights, scale)
+        tl.store(out + sequence * out_stride + row, scores, mask=row < visible)
 
 
 def decode_scores(
@@ -170,38 +165,35 @@ def decode_scores(
     *,
     ratio: int,
     programs: int,
-    tops: Tensor | None = None,
 ) -> None:
     """Write each sequence's scores of its visible keys, and nothing past them.
 
     The lengths are read on the device: sequence b sees (positions[b] + 1) // ratio keys, none
-    where its position is -1.
+    where its position is -1. Positions and pages are not written by kernels right before this one:
+    they are read before those have ended.
 
     Shapes: queries [B, H, D], e4m3 (over e4m3 keys only) or bf16, H a multiple of 16;
     head_weights [B, H] float32 with every scale already in, that of e4m3 queries too; table [B, P]
-    int32; positions [B] int32; out [B, L] float32. ``programs``: how many share the work, a few
-    for each multiprocessor. ``tops``: those of the plan of a top-k that follows
-    (`topk.LongRows`), raised here, so that it need not read the scores for them.
+    int32; positions [B] int32; out [B, L] float32. ``programs``: how many share the work, at
+    best `programs_each` for each multiprocessor.
     """
     num_sequences, num_heads, _ = queries.shape
     scales = head_weights if keys.scales is None else keys.scales
-    memory = (keys.values, scales, table, positions, out, out if tops is None else tops)
+    memory = (keys.values, scales, table, positions, out)
     strides = (table.stride(0), out.stride(0))
-    options = {
-        **keys.layout(), "HEADS": num_heads, "RATIO": ratio,
-        "COPIES": 1 if tops is None else tops.shape[1],
-        "GROUPS": 0 if tops is None else tops.shape[2],
-        "EARLY": queries.is_cuda, "num_warps": 4,
-    }  # fmt: skip
+    options = {**keys.layout(), "HEADS": num_heads, "RATIO": ratio, "num_warps": 4}
     pages = triton.cdiv(out.shape[1], keys.values.shape[1])
     if pages * num_sequences <= programs and pages <= table.shape[1]:
         raw = queries.view(torch.int16 if queries.dtype == torch.bfloat16 else torch.int8)
         _decode_page[(pages, num_sequences)](
-            queries, raw, head_weights, *memory, *strides, **options
+            queries, raw, head_weights, *memory, *strides, **options, **early_launch(_decode_page)
         )
         return
+    early = early_launch(_decode_scores)
+    if pages * num_sequences > _FEW_PAGES * programs:
+        early.pop("launch_pdl", None)
     _decode_scores[(programs,)](
         queries, head_weights, *memory, num_sequences, *strides, **options,
         SEQUENCES=triton.next_power_of_2(num_sequences),
-        STAGES=3 if keys.scales is None else 5,
+        STAGES=3 if keys.scales is None else 5, **early,
     )  # fmt: skip

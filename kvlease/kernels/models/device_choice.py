@@ -8,17 +8,17 @@ from attrs import frozen
 from torch import Tensor
 
 from kvlease.kernels.gpu.few_rows import multiprocessors
-from kvlease.kernels.gpu.index_scores import PROGRAMS_PER_SM, IndexKeys, decode_scores
+from kvlease.kernels.gpu.index_scores import IndexKeys, decode_scores, programs_each
 from kvlease.kernels.gpu.index_scores_prefill import prefill_scores
 from kvlease.kernels.gpu.step_rows import StepRows
-from kvlease.kernels.gpu.topk import TopkPlan, choose_rows
+from kvlease.kernels.gpu.topk import choose_rows
 from kvlease.kernels.models.config import V4Config
 from kvlease.kernels.tiling import round_up
 
 _SCORES_NBYTES = 256 << 20
 """Memory for a chunk's scores; more queries are taken in several turns."""
-_LEAST = 16
-"""Scores of the shortest row: room for a vector load."""
+_VECTOR = 16
+"""Rows of scores have a multiple of so many, and are read by vector loads."""
 
 
 @frozen
@@ -52,36 +52,30 @@ def choose(
     out = torch.empty((len(queries), k), dtype=torch.int32, device=queries.device)
     choose_best = partial(choose_rows, ratio=config.sparse_ratio, rows_per_page=page_rows)
     if stretches is None:
-        width = max(rows.table.shape[1] * page_rows, _LEAST)
-        scores = head_weights.new_empty((len(queries), width))
-        plan = TopkPlan.make(len(queries), width, k, queries.device)
-        tops = None if plan.long is None else plan.long.tops
+        scores = head_weights.new_empty((len(queries), rows.table.shape[1] * page_rows))
+        programs = programs_each(queries, keys) * multiprocessors(queries.device)
         decode_scores(
-            queries, head_weights, keys, rows.table, rows.positions, scores, tops=tops,
-            ratio=config.sparse_ratio, programs=PROGRAMS_PER_SM * multiprocessors(queries.device),
+            queries, head_weights, keys, rows.table, rows.positions, scores,
+            ratio=config.sparse_ratio, programs=programs,
         )  # fmt: skip
-        has_tops = tops is not None
-        choose_best(scores, rows.positions, rows.table, out, plan, has_tops=has_tops)
+        choose_best(scores, rows.positions, rows.table, out)
         return out
     for part in _pieces(stretches):
-        where, width = slice(part.first, part.end), max(round_up(part.keys, 4), _LEAST)
+        where = slice(part.first, part.end)
         mine = rows.positions[where]
-        scores = head_weights.new_empty((len(mine), width))
-        table = rows.table[part.sequence : part.sequence + 1]
+        scores = head_weights.new_empty((len(mine), round_up(max(part.keys, 1), _VECTOR)))
+        pages = rows.table[part.sequence]
         prefill_scores(
-            queries[where], head_weights[where], keys, table[0], mine, scores,
+            queries[where], head_weights[where], keys, pages, mine, scores,
             ratio=config.sparse_ratio,
         )  # fmt: skip
-        # so many rows fill the device without the lists that a few long ones need
-        plan = TopkPlan.make(len(mine), width, k, queries.device, short=width)
-        first = torch.zeros_like(mine)
-        choose_best(scores, mine, table, out[where], plan, sequences=first)
+        choose_best(scores, mine, pages.expand(len(mine), -1), out[where])
     return out
 
 
 def _pieces(stretches: Sequence[Stretch]) -> Iterator[Stretch]:
     """Cut long stretches so that a piece's scores fit the memory set aside for them."""
     for one in stretches:
-        step = max(_SCORES_NBYTES // (4 * max(one.keys, _LEAST)), 1)
+        step = max(_SCORES_NBYTES // (4 * max(one.keys, _VECTOR)), 1)
         for first in range(one.first, one.end, step):
             yield Stretch(one.sequence, first, min(first + step, one.end), one.keys)

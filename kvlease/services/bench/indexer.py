@@ -2,7 +2,8 @@
 
 Scores read every key once; a key is 132 bytes in fp8 (with its scale) and 256 in bf16, a score 4.
 Top-k is exact, equal scores going to the lower position, and gives addresses through a page table;
-`torch.topk` gives row numbers without either.
+`torch.topk` gives row numbers without either. Calls follow one another in a graph as in a step, so
+each starts while the one in front ends.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from kvlease.kernels.gpu.index_scores import IndexKeys, decode_scores
-from kvlease.kernels.gpu.topk import TopkPlan, choose_rows
+from kvlease.kernels.gpu.index_scores import IndexKeys, decode_scores, programs_each
+from kvlease.kernels.gpu.topk import choose_rows
 from kvlease.services.bench.ceilings import Ceilings
 from kvlease.services.bench.compare import compared
 from kvlease.services.bench.figure import Figure, Skipped
@@ -46,7 +47,7 @@ def measure(ceilings: Ceilings) -> Iterator[Figure | Skipped]:
     for entries, target in _TOPK_US.items():
         yield _topk(ceilings, 8, entries, target)
     for (batch, entries), target in _BOTH_US.items():
-        yield _both(ceilings, batch, entries, target)
+        yield _both(ceilings, peer, batch, entries, target)
 
 
 @frozen
@@ -70,10 +71,6 @@ class _Scores:
         )  # fmt: skip
 
 
-def _programs() -> int:
-    return 4 * num_processors()
-
-
 def _pages(batch: int, entries: int) -> tuple[int, list[Tensor]]:
     """Return how many pages there are, and tables [B, P] int32 of sets that share none of them."""
     own = entries // PAGE
@@ -86,15 +83,15 @@ def _pages(batch: int, entries: int) -> tuple[int, list[Tensor]]:
 def _setup(batch: int, entries: int, keys: IndexKeys, tables: list[Tensor]) -> _Scores:
     is_fp8 = keys.scales is not None
     kind = torch.float8_e4m3fn if is_fp8 else torch.bfloat16
-    draws = [torch.randn(batch, HEADS, WIDTH, device="cuda") for _ in tables]
+    queries = [torch.randn(batch, HEADS, WIDTH, device="cuda").to(kind) for _ in tables]
     return _Scores(
-        [draw.to(kind) for draw in draws],
+        queries,
         torch.randn(batch, HEADS, device="cuda"),
         keys,
         tables,
         torch.full((batch,), entries * RATIO - 1, dtype=torch.int32, device="cuda"),
         torch.empty(batch, entries, device="cuda"),
-        _programs(),
+        programs_each(queries[0], keys) * num_processors(),
     )
 
 
@@ -168,12 +165,10 @@ def _topk(ceilings: Ceilings, batch: int, entries: int, target: float) -> Figure
     positions = torch.full((batch,), entries * RATIO - 1, dtype=torch.int32, device="cuda")
     _, tables = _pages(batch, entries)
     out = torch.empty(batch, TOPK, dtype=torch.int32, device="cuda")
-    plan = TopkPlan.make(batch, entries, TOPK, torch.device("cuda"))
 
     def work(i: int) -> None:
         choose_rows(
-            scores[i % _TOPK_SETS], positions, tables[0], out, plan,
-            ratio=RATIO, rows_per_page=PAGE,
+            scores[i % _TOPK_SETS], positions, tables[0], out, ratio=RATIO, rows_per_page=PAGE
         )  # fmt: skip
 
     def by_torch(i: int) -> object:
@@ -185,35 +180,28 @@ def _topk(ceilings: Ceilings, batch: int, entries: int, target: float) -> Figure
     return compared(about, work, peers, floor_us=floor, target_us=target)
 
 
-def _both(ceilings: Ceilings, batch: int, entries: int, target: float) -> Figure:
-    """Time scores that leave their maxima to the choice, beside the two launched apart."""
+def _both(
+    ceilings: Ceilings, peer: DeepGEMM | None, batch: int, entries: int, target: float
+) -> Figure:
+    """Time scores and the choice right behind them, which starts while they end."""
     total, tables = _pages(batch, entries)
     values = torch.randn(total, PAGE * WIDTH, device="cuda").to(torch.float8_e4m3fn)
     scales = torch.rand(total, PAGE, device="cuda") + 0.5
     memory = torch.cat([values.view(torch.uint8), scales.view(torch.uint8)], dim=1)
     scored = _setup(batch, entries, IndexKeys.in_planes(memory, PAGE), tables)
-    plan = TopkPlan.make(batch, entries, TOPK, torch.device("cuda"))
-    tops = None if plan.long is None else plan.long.tops
     out = torch.empty(batch, TOPK, dtype=torch.int32, device="cuda")
 
-    def choice(i: int, has_tops: bool) -> None:
-        choose_rows(
-            scored.out, scored.positions, tables[i % len(tables)], out, plan,
-            ratio=RATIO, rows_per_page=PAGE, has_tops=has_tops,
-        )  # fmt: skip
-
-    def together(i: int) -> None:
-        place = i % len(tables)
-        decode_scores(
-            scored.queries[place], scored.weights, scored.keys, tables[place], scored.positions,
-            scored.out, ratio=RATIO, programs=scored.programs, tops=tops,
-        )  # fmt: skip
-        choice(i, tops is not None)
-
-    def apart(i: int) -> None:
+    def work(i: int) -> None:
         scored(i)
-        choice(i, False)
+        choose_rows(
+            scored.out, scored.positions, tables[i % len(tables)], out,
+            ratio=RATIO, rows_per_page=PAGE,
+        )  # fmt: skip
 
+    peers: dict[str, Work] = {}
+    if peer is not None:
+        theirs = _PeerScores(peer, memory, scored, entries)
+        peers["DeepGEMM, torch.topk"] = lambda i: theirs.run(i)[:, :entries].topk(TOPK, dim=1)
     floor = ceilings.floor_us(batch * entries * (WIDTH + 4 + 4))
     about = "kernels", "scores + top-k 512", f"{batch} x {entries:,} fp8 keys"
-    return compared(about, together, {"apart": apart}, floor_us=floor, target_us=target)
+    return compared(about, work, peers, floor_us=floor, target_us=target)
