@@ -190,7 +190,8 @@ def _combine(
 ) -> None:
     num_rows, num_heads, _ = queries.q.shape
     # a warp joins all channels of a head, or a fourth of them where few rows would idle the device
-    part = width if num_rows * num_heads >= 512 else max(width // 4, rope)
+    enough = 512 if splits <= 4 else 1024
+    part = width if num_rows * num_heads >= enough else max(width // 4, rope)
     options: dict[str, object] = {"launch_pdl": True} if pdl else {}
     combine[num_rows, num_heads, width // part](
         queries,

@@ -147,13 +147,15 @@ def attend_narrow(
                          gl.SliceLayout(0, LOGITS))  # fmt: skip
     parts = ()
     matches = ()
+    if ROW != 0:
+        # all before the first product, since they come at about the same time
+        for t in gl.static_range(TILES):
+            async_copy.wait_group(TILES - 1 - t)
+            if packed.is_packed(mine, mine.first + t, NEAR):
+                packed.unpack(keys.index(t), raw, tail, t, scales[t], D, ROPE, COPY)
     for t in gl.static_range(TILES):
         async_copy.wait_group(TILES - 1 - t)
         gl.thread_barrier()
-        if ROW != 0:
-            if packed.is_packed(mine, mine.first + t, NEAR):
-                packed.unpack(keys.index(t), raw, tail, t, scales[t], D, ROPE, COPY)
-            gl.thread_barrier()
         if t == 0:
             parts = load_queries(q, D, LOGITS)
         logits = logits_of(parts, keys.index(t), HEADS, KEYS, D, LOGITS) * queries.scale

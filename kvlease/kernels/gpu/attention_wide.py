@@ -152,7 +152,7 @@ def add_up(
             share.put(partial.sums, acc, row, first_head, queries.num_heads, D, HEADS, SUMS)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["items", "groups"])
 def attend_wide(
     queries, window, chosen, turn, partial, items, groups, D: gl.constexpr, ROPE: gl.constexpr,
     SPLITS: gl.constexpr, WINDOW: gl.constexpr, NEAR: gl.constexpr, CHOSEN: gl.constexpr,
