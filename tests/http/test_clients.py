@@ -27,13 +27,14 @@ def asks(max_tokens: int, **extra: object) -> bytes:
     return HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
+@pytest.mark.parametrize("behind", [b"", b"\r\n", HEAD[:20], HEAD + b"\r\n" + b"x" * 200_000])
 @pytest.mark.parametrize("is_streamed", [True, False])
-async def test_closing_a_request_ends_its_work(is_streamed: bool) -> None:
+async def test_closing_a_request_ends_its_work(is_streamed: bool, behind: bytes) -> None:
     """Pages come back, and the engine computes no further token for it."""
     async with open_server(ENDLESS) as server:
         server.model.pause_s = 0.005
         stream = await trio.open_tcp_stream("127.0.0.1", server.port)
-        await stream.send_all(asks(10_000, stream=is_streamed))
+        await stream.send_all(asks(10_000, stream=is_streamed) + behind)
         await until(lambda: server.model.num_drawn >= 3)
         await stream.aclose()
         await until(lambda: server.service.num_streams == 0)
@@ -157,6 +158,19 @@ async def test_half_open_connections_end_within_their_limits(sent: bytes) -> Non
             async for _ in stream:
                 pass
         assert server.service.num_streams == 0
+        await stream.aclose()
+
+
+async def test_requests_that_are_sent_together_are_answered_in_turn() -> None:
+    async with open_server("Hi.") as server:
+        get = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+        last = get + b"Connection: close\r\n\r\n"
+        stream = await trio.open_tcp_stream("127.0.0.1", server.port)
+        await stream.send_all(get + b"\r\n" + asks(9) + get + b"\r\n" + last)
+        with trio.fail_after(5):
+            got = b"".join([piece async for piece in stream])
+        assert got.count(b"HTTP/1.1 200") == 4
+        assert 0 < got.index(b"serving") < got.index(b"[DONE]") < got.rindex(b"serving")
         await stream.aclose()
 
 

@@ -106,7 +106,9 @@ async def is_served(server: Server) -> None:
         assert (await client.get("/health")).status_code == 200
 
 
-async def test_a_connection_that_makes_no_sense_ends_alone() -> None:
+async def test_a_connection_that_makes_no_sense_ends_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Several of these raise in hypercorn, which would have ended the whole server."""
     async with open_server(*[ENDLESS] * 9, idle_timeout_s=0.5, frame_timeout_s=0.5) as server:
         attacks = {**{name: PREFACE + sent for name, sent in HTTP2.items()}, **HTTP1}
@@ -125,6 +127,7 @@ async def test_a_connection_that_makes_no_sense_ends_alone() -> None:
             except OSError as error:
                 raise AssertionError(name) from error
         assert server.service.refused["protocol"] >= 5, "they are in the access log"
+    assert not caplog.records, "strangers write no tracebacks"
 
 
 async def test_who_has_gone_before_being_accepted_is_nobody() -> None:

@@ -6,6 +6,7 @@ for ever to send what a client of HTTP/2 has left no window for. Knows ASGI's me
 protocol above them.
 """
 
+from contextlib import suppress
 from typing import final
 
 import msgspec
@@ -39,7 +40,9 @@ class Edge:
         async with open_flat_nursery() as nursery:
             nursery.start_soon(exchange.cancel_when_gone, nursery.cancel_scope)
             nursery.start_soon(exchange.cancel_when_stuck, self._patience_s, nursery.cancel_scope)
-            if scope["type"] == "http" and _header_bytes(scope) > MAX_HEADER_BYTES:
+            if scope["type"] != "http":
+                await _refuse_socket(exchange.send)
+            elif _header_bytes(scope) > MAX_HEADER_BYTES:
                 await _refuse_headers(exchange.send)
             else:
                 await self._app(scope, exchange.receive, exchange.send)
@@ -69,7 +72,7 @@ class _Exchange:
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            if message["status"] == TOO_SLOW or not await self._take_body():
+            if not await self._take_body(0.0 if message["status"] == TOO_SLOW else LINGER_S):
                 message["headers"] = [*message["headers"], (b"connection", b"close")]
         elif message["type"] == "http.response.body":
             self._is_ending = not message.get("more_body", False)
@@ -79,18 +82,20 @@ class _Exchange:
         finally:
             self._writing_since_s = None
 
-    async def _take_body(self) -> bool:
+    async def _take_body(self, patience_s: float) -> bool:
         """Read what is left and drop it, for a while; returns whether all of it came.
 
         A client that is still sending would otherwise see a broken connection and no answer.
         """
-        with trio.move_on_after(LINGER_S):
+        with trio.move_on_after(patience_s):
             while not self._is_whole.is_set():
                 await self.receive()
-        return self._is_whole.is_set()
+            return True
+        self._is_whole.set()  # for the application, which reads no more
+        return False
 
     async def cancel_when_gone(self, scope: trio.CancelScope) -> None:
-        """Wait for the client to go, which it may tell once its request is whole."""
+        """Wait for the client to go, once the application reads no more of its request."""
         await self._is_whole.wait()
         while not self._is_gone:
             self._is_gone = (await self._receive())["type"].endswith(".disconnect")
@@ -123,3 +128,9 @@ async def _refuse_headers(send: Send) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
     await send({"type": "http.response.start", "status": 431, "headers": headers})
     await send({"type": "http.response.body", "body": data})
+
+
+async def _refuse_socket(send: Send) -> None:
+    """Answer who asks for a web socket; what a broken handshake makes of that is no news."""
+    with suppress(Exception):
+        await send({"type": "websocket.close"})

@@ -21,7 +21,8 @@ import trio
 from attrs import frozen
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
-from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.events import Closed, Event, RawData, Updated
+from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 
 from kvlease.errors import ConfigError, Refused, leaves
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 BACKLOG = 1024
 SEND_BUFFER = 1 << 18
 """Bytes that the kernel keeps for a client that does not take them."""
+READ_AHEAD = 4
+"""Pieces of MAX_RECV bytes that may have come and not been understood."""
 CLOSE_S = 3.0
 """How long connections may take to close once every answer has been told."""
 TOO_MANY = (
@@ -56,14 +59,43 @@ TOO_MANY = (
 
 @final
 class _Connection(TCPServer):
-    """One of hypercorn's connections, which ends when its client has gone.
+    """One of hypercorn's connections, which notices at once that its client has gone.
 
-    hypercorn's own waits for the next request until it is idle for too long.
+    hypercorn's own reads nothing while it answers, if a request or only a line end has come behind
+    the one that is answered; and an idle one outlives its client until it is idle for too long.
     """
 
+    _is_gone = False
+
+    async def protocol_send(self, event: Event) -> None:
+        """Send what the protocol has to say; whoever has gone is not waited for any more.
+
+        It is not cancelled half-way: hypercorn would forget to tell other requests that the client
+        has gone.
+        """
+        if not (self._is_gone and isinstance(event, Updated)):
+            # Busy: it is being closed meanwhile.
+            with suppress(trio.BusyResourceError), trio.CancelScope(shield=True):
+                await super().protocol_send(event)
+
     async def _read_data(self) -> None:
-        await super()._read_data()
-        await self.idle_task.stop()
+        ahead, behind = trio.open_memory_channel[bytes](READ_AHEAD)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._hand_on, behind)
+            async with ahead:
+                with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                    while data := bytes(await self.stream.receive_some(MAX_RECV)):
+                        await ahead.send(data)
+            self._is_gone = True
+            await self.idle_task.stop()
+            await self.protocol.handle(Closed())
+            nursery.cancel_scope.deadline = trio.current_time() + CLOSE_S
+        # What was read ahead may have begun another request.
+        await self.protocol.handle(Closed())
+
+    async def _hand_on(self, behind: trio.MemoryReceiveChannel[bytes]) -> None:
+        async for data in behind:
+            await self.protocol.handle(RawData(data))
 
 
 @frozen
