@@ -40,7 +40,9 @@ class EngineConfig:
     event log, so that it can be run again; ``poison`` fills unwritten memory with NaN bytes, for
     tests; ``audit_rate`` is the share of cached pages that are summed when they seal and compared
     when they are read, 0 to 1; ``cache_events`` is how many changes of cached pages are kept for
-    those who follow them, for each tenant (0: none, and pages get no keys). Raises ConfigError.
+    those who follow them, for each tenant (0: none, and pages get no keys); ``compile_ahead``
+    compiles a device's kernels when the engine opens, not when a request first needs one. Raises
+    ConfigError.
     """
 
     device: Device = "cpu"
@@ -71,6 +73,7 @@ class EngineConfig:
     poison: bool = False
     audit_rate: float = 0.0
     cache_events: int = 0
+    compile_ahead: bool = False
 
     def __attrs_post_init__(self) -> None:
         """Refuse values that cannot work, naming the field."""

@@ -30,7 +30,7 @@ from kvlease.protocols.events import (
     component_facts,
 )
 from kvlease.protocols.identity import CacheIdentity
-from kvlease.protocols.ports import Clock, Copier, ModelRunner
+from kvlease.protocols.ports import Clock, CompilesAhead, Copier, ModelRunner
 from kvlease.runtime.actor import ActorEvent, ActorSpec, Inbox
 from kvlease.runtime.clock import MonotonicClock
 from kvlease.runtime.core import EngineCore
@@ -52,7 +52,7 @@ from kvlease.runtime.messages import (
     TransferEnded,
     TransferSettled,
 )
-from kvlease.runtime.models import load
+from kvlease.runtime.models import compile_kernels, load
 from kvlease.runtime.nurseries import open_flat_nursery
 from kvlease.runtime.request import Request
 from kvlease.runtime.scheduler import Scheduler
@@ -227,6 +227,8 @@ async def assemble(
         pool = make_pool()
     else:
         pool = await trio.to_thread.run_sync(_device_pool, make_pool)
+    if config.compile_ahead and isinstance(runner, CompilesAhead):
+        await trio.to_thread.run_sync(compile_kernels, runner, config)
     pool.spares_last_copies = config.write_policy == "back" and config.host_pages > 0
     core = EngineCore(
         config, runner, pool, sink, ports.clock or MonotonicClock(), identity, counters

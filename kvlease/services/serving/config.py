@@ -126,6 +126,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("engine.audit_rate", "--audit-rate", "share of pages that are summed", "RATE"),
     Setting("engine.log_prompts", "--log-prompts", "write prompts into the log", "", True),
     Setting("engine.cache_events", "--cache-events", "changes of pages kept for subscribers"),
+    Setting("engine.compile_ahead", "--compile-ahead", "compile kernels at the start", "", True),
     Setting("limits.max_connections", "--max-connections", "clients at a time"),
     Setting("limits.max_streams", "--max-streams", "answers under way, queued ones too"),
     Setting("limits.max_streams_per_client", "--max-streams-per-client", "of one client"),
