@@ -34,10 +34,14 @@ def chosen(
     positions[visible == 0] = -1
     columns = torch.arange(table.shape[1], device=scores.device)
     used = columns < -(-visible // page_rows).unsqueeze(1)
+    pages = torch.where(used, table, 2**30)
+    given = scores.masked_fill(unseen, torch.nan)
+    if scores.is_cuda:
+        torch.cuda.synchronize()  # positions and pages are read while kernels in front still end
     choose_rows(
-        scores.masked_fill(unseen, torch.nan),
+        given,
         positions,
-        torch.where(used, table, 2**30),
+        pages,
         out,
         ratio=RATIO,
         rows_per_page=page_rows,
@@ -126,10 +130,13 @@ def test_queries_of_one_sequence_share_its_pages(device: str) -> None:
     scores = draw("normal", (4, 64), device)
     table = page_tables(1, 64, device).expand(4, -1)
     visible = torch.tensor([9, 40, 64, 3], device=device)
+    positions = (visible * RATIO - 1).int()
     out = torch.empty((4, 4), dtype=torch.int32, device=device)
+    if device == "cuda":
+        torch.cuda.synchronize()
     choose_rows(
         scores,
-        (visible * RATIO - 1).int(),
+        positions,
         table,
         out,
         ratio=RATIO,
