@@ -26,6 +26,7 @@ from tests.http.test_hostile import (
 from tests.rpc.rig import until
 
 SETTINGS = (0, 1, 100, 16_384, 65_535, 2**31 - 1, 2**32 - 1)
+METHODS: tuple[str | bytes, ...] = ("GET", "POST", "CONNECT", b"\xff")
 PATHS: tuple[str | bytes, ...] = (
     "/health",
     "/",
@@ -39,7 +40,7 @@ PATHS: tuple[str | bytes, ...] = (
 def some_frame(chance: random.Random, stream: int) -> bytes:
     """Make a frame that means something, somewhere."""
     flags = chance.choice([END, NO_END])
-    method = chance.choice(["GET", "POST", "CONNECT", b"\xff"])
+    method = chance.choice(METHODS)
     body = chance.choice([asks_body(chance.randrange(1, 40)), b"x" * chance.randrange(2000)])
     to = chance.choice([0, stream])
     setting = {chance.choice([1, 2, 3, 4, 5, 6, 8, 77]): chance.choice(SETTINGS)}
