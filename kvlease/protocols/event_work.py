@@ -131,6 +131,15 @@ class StepRead(Event, tag="step.read", kw_only=True, gc=False):
     stalls: list[Stall] = []
 
 
+class StepRan(Event, tag="step.ran", kw_only=True, gc=False):
+    """The device has come to the end of a step's work, whatever its completion says.
+
+    Only a device that knows writes it: a simulated one. An honest ``step.done`` comes after it.
+    """
+
+    step: int
+
+
 class StepDone(Event, tag="step.done", kw_only=True, gc=False):
     """A step's tokens were published: every completion it resolved is done (R2).
 

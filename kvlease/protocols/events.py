@@ -50,6 +50,7 @@ from kvlease.protocols.event_work import (
     Stall,
     StepDiscarded,
     StepDone,
+    StepRan,
     StepRead,
     TransferDone,
     TransferFail,
@@ -107,6 +108,7 @@ __all__ = [
     "Stall",
     "StepDiscarded",
     "StepDone",
+    "StepRan",
     "StepRead",
     "Tier",
     "TransferDone",
@@ -333,7 +335,7 @@ AnyEvent: TypeAlias = (
     | LeaseOpen | LeaseWait | LeaseClose | LeaseMove
     | TransferPlan | TransferRecord | TransferLanded | TransferLayerDone | TransferDone
     | TransferFail | TransferRevoke | TransferLate
-    | StepRead | StepDone | StepDiscarded
+    | StepRead | StepRan | StepDone | StepDiscarded
     | ActorStart | ActorStop | ActorDied | ActorRestart
     | RpcOpen | RpcRefused | RpcCall | RpcClose | RpcDrain
 )  # fmt: skip

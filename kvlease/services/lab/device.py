@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import BinaryIO, TypeVar, cast, final
 
 import msgspec
@@ -79,6 +80,7 @@ class SimulatedDevice:
             about={
                 "device": cast("object", msgspec.to_builtins(self.spec)),
                 "faults": cast("object", msgspec.to_builtins(plan)),
+                "tells": ["transfer.landed", "step.ran"],
             },
             model_name=type(model).__name__,
         )
@@ -163,7 +165,9 @@ class _TimedModel:
         tokens = sum(len(part.tokens) for part in inputs.sequences)
         layer_s = self._timing.step_s(inputs.step, tokens) / self.schema.num_layers
         timed = _StepScope(stream, inputs, lease, layer_s, self._truth)
-        return await self._model.forward(inputs, lease, timed)
+        result = await self._model.forward(inputs, lease, timed)
+        stream.launch(partial(self._truth.ran, inputs.step))
+        return result
 
 
 @final

@@ -14,7 +14,7 @@ import msgspec
 from attrs import define, field
 
 from kvlease.protocols.event_base import Event, EventSink
-from kvlease.protocols.events import PageReserve, TransferLanded, TransferPlan
+from kvlease.protocols.events import PageReserve, StepRan, TransferLanded, TransferPlan
 from kvlease.protocols.ownership import SequenceLease
 from kvlease.protocols.ports import Completion, CompletionState, CopyOrder
 from kvlease.protocols.schema import Schema
@@ -126,6 +126,11 @@ class Truth:
                 for arrival in dict.fromkeys(places.values()):
                     if arrival.transfer is transfer:
                         self.early.update(arrival.openings)
+
+    def ran(self, step: StepId) -> None:
+        """The device has come to the end of a step's work."""
+        if self._sink is not None and self._sink.audit:
+            self._sink.emit(StepRan(step=step, actor="device"))
 
     def landed(self, transfer: Transfer, order: CopyOrder, nbytes: int) -> None:
         """Bytes are there now; called before their completion can say so."""

@@ -165,7 +165,8 @@ class Checker:
             ev.TransferLayerDone: transfers.layer_done, ev.TransferDone: transfers.done,
             ev.TransferFail: transfers.fail, ev.TransferRevoke: transfers.revoke,
             ev.TransferLate: transfers.late, ev.TransferLanded: transfers.landed,
-            ev.StepRead: steps.read, ev.StepDone: steps.done, ev.StepDiscarded: steps.discarded,
+            ev.StepRead: steps.read, ev.StepRan: steps.ran, ev.StepDone: steps.done,
+            ev.StepDiscarded: steps.discarded,
         })  # fmt: skip
         for kind, brief in BRIEF.items():
             self._handlers[brief] = self._handlers[kind]

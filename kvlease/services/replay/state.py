@@ -36,6 +36,7 @@ class Head:
     Attributes:
         names: components of each layer, spans and tails.
         every_layer: one bit a layer.
+        tells_ran: whether the device tells when it has come to the end of a step's work.
         has_tails: whether computing can resume at kept tails only (R5).
         bundles: what a transfer has to move: of nothing, of pages, of tails, of both.
     """
@@ -46,6 +47,8 @@ class Head:
         self.page_tokens = event.page_tokens
         self.num_layers = event.num_layers
         self.every_layer = (1 << event.num_layers) - 1
+        tells = None if event.ports is None else event.ports.get("tells")
+        self.tells_ran = isinstance(tells, list) and "step.ran" in tells
         self.has_tails = any(c.kind == "tail" for c in event.components)
         moved: tuple[tuple[str, ...], ...] = ((), ("span",), ("tail",), ("span", "tail"))
         self.bundles = [

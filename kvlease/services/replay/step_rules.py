@@ -8,10 +8,13 @@ from typing import final
 
 from attrs import define
 
-from kvlease.protocols.events import Opening, Row, StepDiscarded, StepDone, StepRead
+from kvlease.protocols.events import Opening, Row, StepDiscarded, StepDone, StepRan, StepRead
 from kvlease.services.replay.findings import rule_of
 from kvlease.services.replay.opening_rules import OpeningRules
-from kvlease.services.replay.state import SequenceState, World
+from kvlease.services.replay.state import SequenceState, TransferState, World
+
+MAX_STEPS = 1024
+"""Steps that have run and are not over; a device has a few of them."""
 
 
 @final
@@ -40,6 +43,8 @@ class StepRules:
         self._every_layer = world.head.every_layer
         self._has_tails = world.head.has_tails
         self.stalls: dict[tuple[int, str], StallSum] = {}
+        self._ran: dict[int, int] = {}  # of a device that tells: where steps not yet over ended
+        self._tells_ran = world.head.tells_ran
 
     def read(self, event: StepRead) -> None:
         """A step tells what it opened, and after which line each opening came."""
@@ -117,8 +122,17 @@ class StepRules:
                 lease.published += row.published
             else:
                 self._row(lease, event, row)
+        if self._tells_ran and not self._ran.pop(event.step, 0):
+            what = f"step {event.step} was published before its work had ended"
+            self._findings.violate("R2", what, (event.seq,), step=event.step)
         if self._blocking or self._waits:
             self._over(event)
+
+    def ran(self, event: StepRan) -> None:
+        """The device has come to the end of a step's work."""
+        self._ran[event.step] = event.seq
+        if len(self._ran) > MAX_STEPS:
+            del self._ran[next(iter(self._ran))]
 
     def _row(self, lease: SequenceState, event: StepDone, row: Row) -> None:
         """Take a row that may not be as it should be, or whose lease needs another look."""
@@ -153,6 +167,7 @@ class StepRules:
 
     def discarded(self, event: StepDiscarded) -> None:
         """A step published nothing: what it had opened failed, or a guard stopped it."""
+        self._ran.pop(event.step, 0)
         if event.rule:
             what = f"a guard tripped in step {event.step}: {event.reason}"
             self._findings.violate(rule_of(event.rule), what, (event.seq,), step=event.step)
@@ -251,6 +266,7 @@ class StepRules:
         before, lease.last = lease.last, event.seq
         depends = lease.depends
         assert depends is not None
+        ran = self._ran.get(event.step, 0)
         if event.read != event.step:
             self._openings.check(lease, self._opened(lease, event), before, event.step, event.seq)
         for transfer in [*depends]:
@@ -268,6 +284,8 @@ class StepRules:
                     request=row.request, lease=lease.id, transfer=transfer.id, step=event.step,
                     layer=layer,
                 )  # fmt: skip
+            if ran and bundle is not None and event.read == event.step:
+                self._ran_early(lease, event, transfer, bundle.layer_mask, ran)
             is_landed = transfer.landing is None or not transfer.landing.left
             if transfer.ended == "done" and is_landed and transfer.latest <= before:
                 depends.remove(transfer)
@@ -275,3 +293,20 @@ class StepRules:
                 self._openings.dismiss(transfer)
         if not depends:
             lease.depends = None
+
+    def _ran_early(
+        self, lease: SequenceState, event: StepDone, transfer: TransferState, mask: int, ran: int
+    ) -> None:
+        """The step's work is over later than what it read is done: its stream has waited (R2)."""
+        mask &= self._opened(lease, event)
+        for layer in range(mask.bit_length()):
+            if mask >> layer & 1 and transfer.done[layer] > ran:
+                what = (
+                    f"step {event.step} had run before layer {layer} of transfer {transfer.id}, "
+                    "which it reads, was done"
+                )
+                self._findings.violate(
+                    "R2", what, (transfer.planned, ran, transfer.done[layer]),
+                    request=lease.request, lease=lease.id, transfer=transfer.id,
+                    step=event.step, layer=layer,
+                )  # fmt: skip
