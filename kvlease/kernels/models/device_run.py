@@ -131,7 +131,9 @@ class DeviceRun:
         positions, self._tokens, slots, sequences, starts, lasts, own = parts
         self._before = self._tokens
         self._windows = self._chunk.windows(own, self._layers.config.head_dim)
-        return step_rows(positions, positions.unsqueeze(1), slots, sequences, starts, lasts)
+        rows = step_rows(positions, positions.unsqueeze(1), slots, sequences, starts, lasts)
+        # nobody reads a table yet; kernels are compiled for the width that it will have
+        return rows._replace(table_row=LEAST_PAGES)
 
     def _require_open(self, view: StepView, endings: Endings, index: RowIndex) -> None:
         """Check that the groups which end in this step lie in the sequences' open pages."""

@@ -88,16 +88,21 @@ class _Parts:
         self._step(rows, tokens, None)
 
     def chunk(self, count: int, pages: int) -> None:
-        """Launch a chunk of ``count`` rows of one sequence that has so many pages."""
+        """Launch a chunk of ``count`` rows of four sequences that have so many pages each.
+
+        Where a sequence's rows begin and how many keys they see need be no multiples of anything.
+        """
         config = self._layers.config
-        numbers = self._numbers(count)
-        rows = step_rows(
-            numbers, self._numbers(pages).unsqueeze(0), self._numbers(1), numbers, numbers, numbers
-        )
+        numbers, table = self._numbers(count), self._numbers(4 * pages).view(4, pages)
+        rows = step_rows(numbers, table, self._numbers(4), numbers, numbers, numbers)
         keys = pages * self._schema.page_tokens // config.sparse_ratio
         windows = torch.empty((count, config.head_dim), dtype=torch.bfloat16, device=self._device)
-        stretch = Stretch(0, 0, count, keys)
-        self._step(rows, numbers, ChunkWindows(windows, numbers, (stretch,)))
+        ends = count // 4 | 1, count // 2, count // 4 * 3 | 1, count
+        stretches = tuple(
+            Stretch(n, first, end, keys - n // 2)
+            for n, (first, end) in enumerate(zip((0, *ends), ends, strict=False))
+        )
+        self._step(rows, numbers, ChunkWindows(windows, numbers, stretches))
 
     def _numbers(self, count: int) -> Tensor:
         return torch.full((count,), -1, dtype=torch.int32, device=self._device)
