@@ -77,7 +77,7 @@ def some_value(rng: random.Random, depth: int = 0) -> Value:
 def some_frame(rng: random.Random) -> bytes:
     """Make a frame: right, nearly right, or noise."""
     kind = rng.randrange(6)
-    number = rng.choice([16, 17, 18, 19, 20, 21, 22, 23, 25, 26, 28])
+    number = rng.randrange(16, 29)
     call = rng.randrange(1 << 40)
     if kind == 0:
         return rng.randbytes(rng.randrange(60))
@@ -129,8 +129,9 @@ async def test_garbage_ends_its_own_connection_and_nothing_else(fuzz_seconds: fl
     seed = time.time_ns()
     rng = random.Random(seed)
     config = config_of(cache_events=50)
+    nobody = [Tenant()]  # no administrator: bytes that by chance ask for a drain would be given it
     end_s = trio.current_time() + fuzz_seconds
-    async with open_server(config=config, frame_timeout_s=1.0) as server:
+    async with open_server(config=config, tenants=nobody, frame_timeout_s=1.0) as server:
         async with kvlease.connect(server.address) as client:
             rounds = frames = 0
             while trio.current_time() < end_s:

@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvlease
+from kvlease.errors import ConnectionLost
 from kvlease.protocols import rpc
 from kvlease.protocols.config import SamplingParams
 from kvlease.protocols.events import Usage
 from kvlease.runtime.request import TokenEvent
+from kvlease.services.rpc.answers import RemoteAnswer
 from kvlease.services.rpc.framing import (
     HIGH_WATER_BYTES,
     FrameError,
@@ -162,6 +164,25 @@ async def test_the_writer_puts_together_what_is_ready_and_ends_with_its_last_mes
     names = [type(message).__name__ for message in messages_of(first)]
     assert names[:3] == ["Pong", "Pong", "Failed"]
     assert [type(message).__name__ for message in messages_of(second)][-1] == "Goodbye"
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        rpc.Piece(1, 0, b""),
+        rpc.Piece(1, 0, b"abc"),
+        rpc.Piece(1, 0, bytes(8), [0.5]),
+        rpc.Piece(1, 0, bytes(4), [0.5], []),
+    ],
+)
+async def test_a_server_that_sends_no_tokens_is_lost_to_its_client(piece: rpc.Piece) -> None:
+    answer = RemoteAnswer(1, 8, None, lambda _: None)
+    answer.feed(rpc.Piece(1, 0, bytes(4)))
+    answer.feed(piece)
+    answer.feed(rpc.Piece(1, 1, bytes(4)))
+    with pytest.raises(ConnectionLost, match="that are none"):
+        await answer.drain()
+    assert answer.tokens == [0]
 
 
 async def test_who_waits_for_room_is_let_go_when_the_connection_breaks() -> None:

@@ -13,7 +13,13 @@ from typing import final
 import msgspec
 import trio
 
-from kvlease.errors import DeadlineExceeded, KVLeaseError, Refused, RequestFailed
+from kvlease.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    KVLeaseError,
+    Refused,
+    RequestFailed,
+)
 from kvlease.protocols.events import Usage
 from kvlease.protocols.rpc import Answer, CacheEvents, Ended, Failed, Piece
 
@@ -119,9 +125,12 @@ class RemoteAnswer(Waiting):
     # -- fed by the link -----------------------------------------------------------------------
 
     def feed(self, piece: Piece) -> None:
-        """Take tokens that came."""
-        self._pieces.append(piece)
-        self._wake.set()
+        """Take tokens that came; from a server that sends none that are any, nothing more."""
+        if not _is_sound(piece):
+            self.close(ConnectionLost("the server sent tokens that are none"))
+        elif self._end is None:
+            self._pieces.append(piece)
+            self._wake.set()
 
     def close(self, end: Ended | Failed | KVLeaseError) -> None:
         """Take the last message, or what stands in its place; the first one counts."""
@@ -204,6 +213,13 @@ class RemoteAnswer(Waiting):
         return RemoteResult(
             tuple(self.tokens), end.finish_reason, end.usage, end.ttft_s, end.tpot_s
         )
+
+
+def _is_sound(piece: Piece) -> bool:
+    """Return whether a piece holds tokens, and as many of all that is told of them."""
+    count, rest = divmod(len(piece.tokens), 4)
+    told = [items for items in (piece.logprobs, piece.top_logprobs) if items is not None]
+    return count > 0 and not rest and all(len(items) == count for items in told)
 
 
 def _tokens_of(piece: Piece) -> Iterator[RemoteToken]:
