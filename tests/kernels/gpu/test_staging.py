@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvlease.kernels.gpu import staging
 from kvlease.kernels.gpu.page_copy import RecordTable
 from kvlease.kernels.gpu.staging import Direction, MovedPages, PageMover, StagingRing
 
@@ -28,6 +29,7 @@ PIECES = ((96, 33 * 1024, 48), (160,), (16, 32))
 GROUPS = [sum(pieces) for pieces in PIECES]
 
 
+@pytest.mark.parametrize("least", [0, 1 << 40], ids=["rows", "batches"])
 @pytest.mark.parametrize("direction", ["load", "store"])
 @pytest.mark.parametrize("ranges", [[(0, 1), (1, 2), (2, 3)], [(0, 3)], [(2, 3), (0, 2)]])
 @pytest.mark.parametrize(
@@ -36,8 +38,14 @@ GROUPS = [sum(pieces) for pieces in PIECES]
     ids=["one", "run", "scattered", "two-runs"],
 )
 def test_records_arrive_whole_and_alone(
-    device: str, direction: Direction, ranges: list[tuple[int, int]], host_pages: list[int]
+    device: str,
+    direction: Direction,
+    ranges: list[tuple[int, int]],
+    host_pages: list[int],
+    least: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(staging, "LEAST_COPY_NBYTES", least)
     host = host_memory((10, sum(GROUPS)), device)
     pools = [
         [torch.randint(0, 256, (12, size), dtype=torch.uint8, device=device) for size in sizes]
