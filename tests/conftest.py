@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 from typing import TYPE_CHECKING, Protocol, cast
 
 import pytest
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
 # Before torch is loaded: threads that wait for each other in every small product lose many times
 # their work on a busy machine, and a suite is small products.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell lets its background jobs ignore interrupts, and so would every process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A machine under load must not turn into a failing test: no deadlines.
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
