@@ -7,11 +7,11 @@ closed, where there were any. Torch is loaded by the commands that serve, not by
 
 import os
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvlease.errors import BadInput, OperatingError, leaves
 from kvlease.protocols.event_base import Level
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kvlease.runtime.event_log import EventLog
 
 OK, WRONG, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+T = TypeVar("T")
 
 
 def _say(sentence: str) -> None:
@@ -116,7 +117,6 @@ def _settle_threads(model: str | None) -> None:
 
 
 def _run(options: RunOptions) -> int:
-    import trio
     from rich.console import Console
 
     from kvlease.services.console import people_log
@@ -129,7 +129,7 @@ def _run(options: RunOptions) -> int:
     with _open_log(common.log, common.log_level) as log, open_reporter(errors) as reporter:
         if common.log is None and common.log_level == "normal":
             log.subscribe(people_log(reporter.say, colors=errors.is_terminal))
-        outcome = trio.run(partial(run, options, log, reporter))
+        outcome = _to_the_end(partial(run, options, log, reporter))
     for complaint in outcome.complaints:
         _say(complaint)
     print_report(outcome.report, Console())
@@ -139,7 +139,6 @@ def _run(options: RunOptions) -> int:
 
 
 def _generate(options: GenerateOptions) -> int:
-    import trio
     from rich.console import Console
 
     from kvlease.services.console import people_log
@@ -152,7 +151,7 @@ def _generate(options: GenerateOptions) -> int:
         if common.log is None and common.log_level == "normal":
             say = partial(errors.print, markup=False, highlight=False, soft_wrap=True)
             log.subscribe(people_log(say, colors=errors.is_terminal))
-        answers = trio.run(partial(generate, options, log))
+        answers = _to_the_end(partial(generate, options, log))
     if common.json is not None:
         write_json(common.json, Generated(answers))
     else:
@@ -196,6 +195,16 @@ def _serve(options: ServeOptions) -> int:
         _say("interrupted; the log is closed")
         return INTERRUPTED
     return OK if outcome.is_whole and log.complete else WRONG
+
+
+def _to_the_end(serve: Callable[[], Awaitable[T]]) -> T:
+    """Run what has sessions; an interrupt reaches its first task, which then ends them all.
+
+    Anywhere else it would kill an actor of the engine, and its requests would have no end.
+    """
+    import trio
+
+    return trio.run(serve, restrict_keyboard_interrupt_to_checkpoints=True)
 
 
 def _serving_nothing(command: Callable[[], int]) -> int:
