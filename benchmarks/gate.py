@@ -24,21 +24,11 @@ sys.path.insert(0, str(CHECKOUT))
 from _report import Report, Spread, make_parser  # noqa: E402  (run from a checkout)
 
 from kvlease.kernels.models.deepseek_v4 import ModelOptions, load_model  # noqa: E402
+from kvlease.kernels.models.opening import handle_of  # noqa: E402
 from kvlease.pools.memory import PoolSizes  # noqa: E402
 from kvlease.pools.unified import UnifiedPool  # noqa: E402
-from kvlease.protocols.ownership import LayerLease, StepLease  # noqa: E402
+from kvlease.protocols.ownership import StepLease  # noqa: E402
 from kvlease.protocols.ports import Sampling, SequenceInput, StepInput  # noqa: E402
-from kvlease.protocols.schema import (  # noqa: E402
-    AnyLayer,
-    HeavyLayer,
-    SlidingLayer,
-    SparseLayer,
-)
-from kvlease.protocols.views import (  # noqa: E402
-    HeavyStepView,
-    SlidingStepView,
-    SparseStepView,
-)
 from kvlease.runtime.event_log import EventLog  # noqa: E402
 from kvlease.runtime.streams import CpuStream, InlineStream, open_cpu_stream  # noqa: E402
 from kvlease.units import RequestId, StepId  # noqa: E402
@@ -108,21 +98,6 @@ class Batch:
             await handle_of(lease, layer).resolve(self.stream)
         await lease.verify()
         lease.close()
-
-
-def handle_of(
-    lease: StepLease, layer: AnyLayer
-) -> LayerLease[SlidingStepView] | LayerLease[SparseStepView] | LayerLease[HeavyStepView]:
-    """Index a step lease as the model does, kind by kind."""
-    match layer:
-        case SlidingLayer():
-            return lease[layer]
-        case SparseLayer():
-            return lease[layer]
-        case HeavyLayer():
-            return lease[layer]
-        case _:
-            raise AssertionError(f"{layer} is no layer of the embedded model")
 
 
 async def timed_us(action: Callable[[], Awaitable[object]]) -> float:

@@ -63,15 +63,21 @@ async def test_closing_the_clients_stream_ends_its_work() -> None:
         assert server.engine.statistics().counters.cancelled == 1
 
 
+async def that_takes_little(port: int) -> trio.socket.SocketType:
+    """Connect with a receive buffer so small that an answer soon has no way to go."""
+    plain = socket.socket()
+    plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    sock = trio.socket.from_stdlib_socket(plain)
+    await sock.connect(("127.0.0.1", port))
+    return sock
+
+
 async def test_a_client_that_takes_nothing_ends_within_the_limit_and_delays_nobody() -> None:
     async with (
         open_server(ENDLESS * 20_000, write_timeout_s=1) as server,
         server.client() as client,
     ):
-        plain = socket.socket()
-        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        sock = trio.socket.from_stdlib_socket(plain)
-        await sock.connect(("127.0.0.1", server.port))
+        sock = await that_takes_little(server.port)
         await sock.send(asks(16_000, logprobs=True, top_logprobs=2))
         await until(lambda: server.service.num_streams == 1)
         for _ in range(3):
@@ -94,10 +100,7 @@ async def test_a_client_that_takes_nothing_cannot_hold_a_drain_up(
     monkeypatch.setattr(http_server, "SEND_BUFFER", 1 << 12)
     monkeypatch.setattr(http_server, "CLOSE_S", 0.3)
     async with open_server(ENDLESS * 20_000, drain_timeout_s=0.2) as server:
-        plain = socket.socket()
-        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        sock = trio.socket.from_stdlib_socket(plain)
-        await sock.connect(("127.0.0.1", server.port))
+        sock = await that_takes_little(server.port)
         await sock.send(asks(300, logprobs=True, top_logprobs=2))
         await until(lambda: server.model.num_drawn == 300)
         await trio.sleep(0.1)  # for what was drawn to be in the way of what has to be said

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import struct
 from collections.abc import Iterator, Mapping
 
 import hpack
@@ -14,7 +12,7 @@ import trio
 
 from tests.http.rig import ENDLESS, Server, open_server
 from tests.http.test_clients import asks
-from tests.rpc.rig import until
+from tests.rpc.rig import connect_and_reset, until
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + h2.SettingsFrame(0).serialize()
 UPGRADE = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: "
@@ -133,11 +131,7 @@ async def test_a_connection_that_makes_no_sense_ends_alone(
 async def test_who_has_gone_before_being_accepted_is_nobody() -> None:
     """A socket that was reset while it waited has no peer, which ends no server."""
     async with open_server() as server:
-        for _ in range(5):
-            plain = socket.socket()
-            plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            plain.connect(("127.0.0.1", server.port))
-            plain.close()
+        connect_and_reset(server.port, 5)
         await is_served(server)
 
 

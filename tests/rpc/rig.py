@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
+import struct
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -103,6 +105,15 @@ def pack(prompt: Sequence[int]) -> bytes:
 
 config_of = partial(evolve, CONFIG)
 """Return the configuration, changed as given."""
+
+
+def connect_and_reset(port: int, times: int) -> None:
+    """Connect so many times, and reset each socket before it can have been accepted."""
+    for _ in range(times):
+        plain = socket.socket()
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        plain.connect(("127.0.0.1", port))
+        plain.close()
 
 
 async def until(holds: Callable[[], object]) -> None:

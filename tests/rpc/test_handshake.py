@@ -1,8 +1,5 @@
 """Who is let in: a proof of the secret first, and nothing else is read before that."""
 
-import socket
-import struct
-
 import pytest
 import trio
 
@@ -11,7 +8,7 @@ from kvlease.errors import ConfigError, Refused
 from kvlease.protocols.events import RpcOpen, RpcRefused
 from kvlease.services.serving.tenants import Tenant, Tenants, salt_of
 from tests.rpc.raw import frame
-from tests.rpc.rig import SECRET, Server, open_server, prompt_of, until
+from tests.rpc.rig import SECRET, Server, connect_and_reset, open_server, prompt_of, until
 
 ONE = (Tenant(secret=SECRET, is_admin=True),)
 TWO = tuple(
@@ -161,11 +158,7 @@ async def test_who_has_not_proven_himself_keeps_nobody_out() -> None:
 async def test_who_has_gone_before_being_accepted_is_nobody() -> None:
     """A socket that was reset while it waited has no peer, which ends no server."""
     async with open_server() as server:
-        for _ in range(5):
-            plain = socket.socket()
-            plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            plain.connect(("127.0.0.1", server.port))
-            plain.close()
+        connect_and_reset(server.port, 5)
         async with kvlease.connect(server.address) as client:
             assert (await client.health()).status == "serving"
 

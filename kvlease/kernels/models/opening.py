@@ -14,9 +14,13 @@ from kvlease.protocols.views import HeavyStepView, SlidingStepView, SparseStepVi
 StepView = SlidingStepView | SparseStepView | HeavyStepView
 
 
-def _right_to(
+def handle_of(
     lease: StepLease, layer: AnyLayer
 ) -> LayerLease[SlidingStepView] | LayerLease[SparseStepView] | LayerLease[HeavyStepView]:
+    """Index a step's lease with a layer, kind by kind; the handle has yet to be resolved.
+
+    Raises UsageError: models of this family have no layer of this kind.
+    """
     match layer:
         case SlidingLayer():
             return lease[layer]
@@ -37,7 +41,7 @@ async def open_layer_of(lease: StepLease, layer: AnyLayer, stream: Stream) -> St
         TransferFailed: the layer's transfer failed; discard the step.
         UsageError: models of this family have no layer of this kind.
     """
-    return await _right_to(lease, layer).resolve(stream)
+    return await handle_of(lease, layer).resolve(stream)
 
 
 def stand_for_all(layers: Sequence[AnyLayer]) -> tuple[AnyLayer, ...]:
@@ -67,4 +71,4 @@ def open_ready_step(
         NotReady: a layer is still being filled.
     """
     lease.open_all()
-    return [(layer, _right_to(lease, layer).resolve_nowait()) for layer in layers]
+    return [(layer, handle_of(lease, layer).resolve_nowait()) for layer in layers]

@@ -19,6 +19,7 @@ import numpy as np
 import trio
 from attrs import frozen
 
+from kvlease.errors import UsageError
 from kvlease.protocols.config import EngineConfig
 from kvlease.protocols.geometries import deepseek_v4_schema
 from kvlease.protocols.ownership import StepLease
@@ -54,8 +55,8 @@ class Shapes:
         self.schema: Schema = deepseek_v4_schema(geometry, PAGE_TOKENS, "bfloat16", "fp8", "fp8")
 
     async def forward(self, inputs: StepInput, lease: StepLease, stream: Stream) -> StepResult:
-        """Refused: nobody asks for tokens here."""
-        raise NotImplementedError
+        """Raise UsageError: nobody asks for tokens here."""
+        raise UsageError("this model has shapes only, and computes no tokens")
 
 
 @frozen
