@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 import hpack
 import hyperframe.frame as h2
@@ -12,7 +15,7 @@ import trio
 
 from tests.http.rig import ENDLESS, Server, open_server
 from tests.http.test_clients import asks
-from tests.rpc.rig import connect_and_reset, until
+from tests.rpc.rig import RESETS, connect_and_reset, until
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + h2.SettingsFrame(0).serialize()
 UPGRADE = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: "
@@ -126,6 +129,29 @@ async def test_a_connection_that_makes_no_sense_ends_alone(
                 raise AssertionError(name) from error
         assert server.service.refused["protocol"] >= 5, "they are in the access log"
     assert not caplog.records, "strangers write no tracebacks"
+
+
+async def test_a_head_that_makes_no_sense_is_no_news_to_the_requests_beside_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They are being answered when the connection breaks: hypercorn ends them all, that one too."""
+    rng = random.Random(1)
+    get = {**POST, ":method": "GET", ":path": "/health"}
+    good, bad = (
+        b"".join(head(get, n) for n in range(1, 81, 2)),
+        head({**get, ":path": b"/\xff"}, 99),
+    )
+    async with open_server() as server:
+        for _ in range(60):
+            stream = await trio.open_tcp_stream("127.0.0.1", server.port)
+            with suppress(trio.BrokenResourceError):
+                await stream.send_all(PREFACE + good)
+                await trio.sleep(rng.random() * 0.01)
+                await stream.send_all(bad)
+            stream.socket.setsockopt(socket.SOL_SOCKET, *RESETS)
+            await trio.aclose_forcefully(stream)
+        await is_served(server)
+    assert not caplog.records
 
 
 async def test_who_has_gone_before_being_accepted_is_nobody() -> None:

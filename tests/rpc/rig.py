@@ -107,11 +107,15 @@ config_of = partial(evolve, CONFIG)
 """Return the configuration, changed as given."""
 
 
+RESETS = socket.SO_LINGER, struct.pack("ii", 1, 0)
+"""The option with which closing a socket resets its connection."""
+
+
 def connect_and_reset(port: int, times: int) -> None:
     """Connect so many times, and reset each socket before it can have been accepted."""
     for _ in range(times):
         plain = socket.socket()
-        plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        plain.setsockopt(socket.SOL_SOCKET, *RESETS)
         plain.connect(("127.0.0.1", port))
         plain.close()
 

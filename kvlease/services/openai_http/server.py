@@ -74,8 +74,9 @@ class _Connection(TCPServer):
         has gone.
         """
         if not (self._is_gone and isinstance(event, Updated)):
-            # Busy: it is being closed meanwhile.
-            with suppress(trio.BusyResourceError), trio.CancelScope(shield=True):
+            # Busy: it is being closed meanwhile. No attribute: another request on the connection,
+            # which its head has ended already, and hypercorn cannot close what it has not begun.
+            with suppress(trio.BusyResourceError, AttributeError), trio.CancelScope(shield=True):
                 await super().protocol_send(event)
 
     async def _read_data(self) -> None:
