@@ -56,7 +56,9 @@ class DirectCopier:
 class RunCopies(CopyWork):
     """A stream's work: the copies ``first`` to ``last - 1`` of a transfer's plan, in order.
 
-    They are all copies of ``layers``.
+    They are all copies of ``layers``. Where launching is what orders them, they are in order as
+    soon as they are queued: ``queued`` takes the layers of all works of the transfer, for whoever
+    launches them to record together.
 
     A stream may look at what it is asked to move before it runs it.
     """
@@ -66,6 +68,7 @@ class RunCopies(CopyWork):
     last: int
     copier: Copier
     layers: tuple[int, ...]
+    queued: list[int]
 
     @property
     def orders(self) -> tuple[CopyOrder, ...]:
@@ -94,9 +97,11 @@ class RunCopies(CopyWork):
             self.transfer.end_copy(index, moved if error is None else error)
 
     def recorded(self, point: DevicePoint | None) -> None:
-        """Say of each layer that readers may order a stream behind it from now on."""
-        for layer in self.layers:
-            self.transfer.record_layer(layer, point)
+        """Say of the layers that readers may order a stream behind them from now on."""
+        if point is None:
+            self.queued.extend(self.layers)
+        else:
+            self.transfer.record_layers(self.layers, point)
 
 
 @define
@@ -243,7 +248,7 @@ class Loader(Actor[Transfer]):
         return sorted(batch, key=lambda transfer: transfer.plan.kind != "load")
 
     def _launch(self, transfer: Transfer) -> None:
-        """Put all copies of a transfer on its stream, which records each layer behind its copies.
+        """Put all copies of a transfer on its stream, and record each layer behind its copies.
 
         A load goes layer by layer, because its readers do. Nobody reads a store before its end, so
         it is one piece of work.
@@ -252,12 +257,13 @@ class Loader(Actor[Transfer]):
             return  # over, or about to be called late: no use in moving bytes
         is_load = transfer.plan.kind == "load"
         stream = (self._load_stream if is_load else self._store_stream).scope()
-        layers = _layer_runs(transfer.plan.copies)
+        layers, queued = _layer_runs(transfer.plan.copies), list[int]()
         try:
             for group in [[layer] for layer in layers] if is_load else [layers]:
                 first, last = group[0].first, group[-1].last
                 ids = tuple(run.layer for run in group)
-                stream.launch(RunCopies(transfer, first, last, self._copier, ids))
+                stream.launch(RunCopies(transfer, first, last, self._copier, ids, queued))
+            transfer.record_layers(queued)
             _fail_if_skipped(transfer, stream.record())
         except ActorClosed as error:
             transfer.fail(error)

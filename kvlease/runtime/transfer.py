@@ -9,7 +9,7 @@ the copies, nor what the pages are.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import final
 
 from kvlease.errors import UsageError
@@ -26,7 +26,7 @@ from kvlease.runtime.completions import (
     fire,
     joint_points,
 )
-from kvlease.runtime.transfer_plan import LayerTiming, TransferObserver, TransferPlan
+from kvlease.runtime.transfer_plan import LayerTiming, TransferObserver, TransferPlan, adjoined
 from kvlease.runtime.wake import Hook
 from kvlease.units import LayerId
 
@@ -81,9 +81,9 @@ class Transfer(CompletionBase):
     """
 
     __slots__ = (
-        "_clock", "_completions", "_done_at", "_layers", "_observer", "_parts", "_recorded_at",
-        "_released", "_running", "_settled", "_unfinished", "_unrecorded", "observer_error",
-        "plan", "planned_at",
+        "_clock", "_completions", "_done_s", "_layers", "_observer", "_parts", "_recorded_s",
+        "_released", "_running", "_settled", "_told", "_unfinished", "_unrecorded",
+        "observer_error", "plan", "planned_at",
     )  # fmt: skip
 
     def __init__(
@@ -104,9 +104,10 @@ class Transfer(CompletionBase):
         self._observer = observer
         self._clock = clock or MonotonicClock()
         self.planned_at = self._clock.now()
-        self._recorded_at: list[float | None] = [None] * plan.num_layers
-        self._done_at: list[float | None] = [None] * plan.num_layers
+        self._recorded_s: list[float | None] = [None] * plan.num_layers
+        self._done_s: list[float | None] = [None] * plan.num_layers
         self._running = 0
+        self._told = set[LayerCompletion]()  # to have been recorded, before they are
         self._released = False
         self._settled = CpuCompletion(f"settling of {plan.name}", lock=self._lock)
         self._settled.set_recorded()
@@ -200,15 +201,8 @@ class Transfer(CompletionBase):
 
     def timings(self) -> tuple[LayerTiming, ...]:
         """Return when each layer was recorded and done."""
-        return tuple(
-            LayerTiming(layer, self._since(recorded), self._since(done))
-            for layer, (recorded, done) in enumerate(
-                zip(self._recorded_at, self._done_at, strict=True)
-            )
-        )
-
-    def _since(self, at: float | None) -> float | None:
-        return None if at is None else at - self.planned_at
+        both = zip(self._recorded_s, self._done_s, strict=True)
+        return tuple(LayerTiming(layer, *seconds) for layer, seconds in enumerate(both))
 
     async def wait_settled(self) -> None:
         """Wait until every copy that began has really returned, however the transfer ended.
@@ -237,16 +231,23 @@ class Transfer(CompletionBase):
         """Return where a device has done all layers that are not done yet."""
         return joint_points(self._layers)
 
-    def record_layer(self, layer: int, point: DevicePoint | None = None) -> None:
-        """Say that the copies of a layer are in their stream's order; a device's have a place.
+    def record_layers(self, layers: Iterable[int], point: DevicePoint | None = None) -> None:
+        """Say that the copies of layers are in their stream's order; a device's have a place.
 
-        Parts that a worker has begun meanwhile are recorded already; being run proves the order.
+        Neighbours are told as one. Parts that a worker has begun are recorded already: being run
+        proves the order.
         """
         due: list[Hook] = []
         with self._lock:
-            for part in self._layers[layer].parts:
-                if part.state is CompletionState.PLANNED:
-                    part._record(point, due)
+            joints = dict.fromkeys(self._layers[layer] for layer in layers)
+            fresh = [each for each in joints if each.state is CompletionState.PLANNED]
+            for run in adjoined(each.run for each in fresh):
+                self._tell_recorded(run)
+            self._told.update(fresh)
+            for joint in joints:
+                for part in joint.parts:
+                    if part.state is CompletionState.PLANNED:
+                        part._record(point, due)
         fire(due)
 
     def run_copy(self, index: int, copier: Copier) -> None:
@@ -351,18 +352,18 @@ class Transfer(CompletionBase):
             problem = part.problem or Problem(f"{part.name} {state.value}", "failed")
             self._tell(lambda to: to.failed(self, problem.reason, problem.message))
         elif state is CompletionState.RECORDED:
-            self._note(self._recorded_at, layer.layers)
-            if not layer.is_empty:
-                self._tell(lambda to: to.recorded(self, layer.run))
+            self._note(self._recorded_s, layer.layers)
+            if not layer.is_empty and layer not in self._told:
+                self._tell_recorded(layer.run)
         elif state is CompletionState.DONE:
-            self._note(self._done_at, layer.layers)
+            self._note(self._done_s, layer.layers)
             if not layer.is_empty:
                 self._tell(lambda to: to.layer_done(self, layer.run, layer.nbytes))
             if self._unfinished == 1:
                 self._tell(lambda to: to.done(self, self.bytes_done))
 
     def _note(self, times: list[float | None], layers: range) -> None:
-        times[layers.start : layers.stop] = [self._clock.now()] * len(layers)
+        times[layers.start : layers.stop] = [self._clock.now() - self.planned_at] * len(layers)
 
     def _layer_entered(self, state: CompletionState, part: CpuCompletion, due: list[Hook]) -> None:
         """Follow a layer's step with the whole; the lock is held."""
@@ -381,6 +382,9 @@ class Transfer(CompletionBase):
             if not self._unfinished:
                 self._enter(CompletionState.DONE, due, None)
                 self._settle_if_over(due)
+
+    def _tell_recorded(self, layers: tuple[int, int]) -> None:
+        self._tell(lambda to: to.recorded(self, layers))
 
     def _tell(self, call: Callable[[TransferObserver], None]) -> None:
         """Tell the observer; its error must not cost the readers their wake-up, so keep it."""

@@ -14,6 +14,8 @@ from kvlease.protocols.ports import Completion, CopyOrder
 from kvlease.units import TransferId
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from kvlease.runtime.transfer import Transfer
 
 Kind = Literal["load", "store", "tail"]
@@ -127,3 +129,16 @@ class LayerTiming:
     layer: int
     recorded_s: float | None
     done_s: float | None
+
+
+def adjoined(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Join runs (first, count) that follow one another."""
+    first = end = -1
+    for start, count in runs:
+        if start != end:
+            if end > first:
+                yield first, end - first
+            first = start
+        end = start + count
+    if end > first:
+        yield first, end - first

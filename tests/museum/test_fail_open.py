@@ -100,7 +100,7 @@ async def test_a_step_ordered_behind_a_load_that_then_fails_is_not_published(bad
     held.lease.pending.append(transfer)
     step = bench.pool.lease_step([held.lease])
     for layer in MLA.layers:
-        transfer.record_layer(layer.id)
+        transfer.record_layers([layer.id])
         assert isinstance(layer, IndexedLayer)
         await step[layer].resolve(InlineStream().scope())
     bench.run_all(transfer, skip=range(2 * bad, 8))

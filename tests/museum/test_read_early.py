@@ -95,7 +95,7 @@ async def test_index_keys_that_come_late_hold_exactly_their_layer(
         async with trio.open_nursery() as nursery:
             readers.start(nursery)
             for number in range(4):
-                transfer.record_layer(number)
+                transfer.record_layers([number])
             bench.run_all(transfer, skip=[held])
             await trio.testing.wait_all_tasks_blocked()
             assert readers.seen == {each: True for each in range(4) if each != layer}
@@ -132,7 +132,7 @@ async def test_a_forward_that_is_quicker_than_the_loader_waits_for_each_record()
             await trio.testing.wait_all_tasks_blocked()
             assert readers.seen == {}
             for layer in range(4):
-                transfer.record_layer(layer)
+                transfer.record_layers([layer])
                 await trio.testing.wait_all_tasks_blocked()
                 assert len(readers.seen) == layer
                 bench.run_all(transfer, skip=set(range(8)) - {2 * layer, 2 * layer + 1})
@@ -162,7 +162,7 @@ async def test_a_loader_that_dies_ends_every_wait(recorded: int) -> None:
                     assert isinstance(layer, IndexedLayer)
                     nursery.start_soon(read, layer)
                 for number in range(recorded):
-                    transfer.record_layer(number)
+                    transfer.record_layers([number])
                 await trio.testing.wait_all_tasks_blocked()
                 transfer.revoke("the loader died")
     assert sorted(failed) == [0, 1, 2, 3]
@@ -231,7 +231,7 @@ async def test_a_wait_is_left_out_only_where_it_is_over(seed: int, *, forced: bo
     rng = random.Random(seed)
     bench, _, transfer = loading()
     for layer in range(4):
-        transfer.record_layer(layer)
+        transfer.record_layers([layer])
     todo: list[int] = list(range(8))
     rng.shuffle(todo)
     right: list[bool] = []

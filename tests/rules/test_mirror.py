@@ -80,7 +80,7 @@ def transfer_in(state: CompletionState) -> Transfer:
     """A transfer of one layer of one component, where the state says."""
     transfer = Transfer(plan(order(0, "latent", NBYTES)))
     if state in (CompletionState.RECORDED, CompletionState.DONE):
-        transfer.record_layer(0)
+        transfer.record_layers([0])
     match state:
         case CompletionState.DONE:
             assert transfer.begin_copy(0)
@@ -170,7 +170,7 @@ def follow(way: Way) -> Transfer:
         index = int(numbers[-1])
         match action:
             case "transfer records layer":
-                transfer.record_layer(index)
+                transfer.record_layers([index])
             case "copy begins":
                 assert transfer.begin_copy(index)
             case "copy returns":

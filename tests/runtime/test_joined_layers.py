@@ -36,7 +36,7 @@ def test_a_store_is_ready_as_a_whole() -> None:
     transfer = Transfer(plan(joined(0, 1, 3), num_layers=4, empty=frozenset({2})), observer=witness)
     assert states(transfer) == [PLANNED] * 4
     assert transfer.missing(1) == ["latent"]
-    transfer.record_layer(0)
+    transfer.record_layers([0])
     assert states(transfer) == [RECORDED] * 4
     transfer.run_copy(0, PlainCopier())
     assert transfer.state is DONE
@@ -79,3 +79,27 @@ def test_parts_are_in_layer_order_and_not_in_layers_called_empty() -> None:
         plan(joined(0, 2), num_layers=2)
     with pytest.raises(UsageError, match="called empty"):
         plan(joined(0, 1), num_layers=2, empty=frozenset({1}))
+
+
+def test_layers_that_are_recorded_together_are_told_as_one() -> None:
+    """Each line of the log costs; what a worker has begun meanwhile was told by then."""
+    told: list[tuple[int, int]] = []
+
+    class Heard(Witness):
+        def recorded(self, transfer: Transfer, layers: tuple[int, int]) -> None:
+            super().recorded(transfer, layers)
+            assert all(state is PLANNED for state in states(transfer)[layers[0] : sum(layers)])
+            told.append(layers)
+
+    copies = [order(layer, name) for layer in range(6) for name in ("latent", "index_k")]
+    transfer = Transfer(plan(*copies, num_layers=6), observer=Heard())
+    for number in (4, 5):  # layer 2, by its worker
+        transfer.run_copy(number, PlainCopier())
+    assert told == [(2, 1)]
+    transfer.record_layers(range(5))
+    assert told == [(2, 1), (0, 2), (3, 2)]
+    assert states(transfer) == [RECORDED, RECORDED, DONE, RECORDED, RECORDED, PLANNED]
+    transfer.record_layers(range(6))
+    assert told == [(2, 1), (0, 2), (3, 2), (5, 1)]
+    transfer.record_layers(range(6))
+    assert len(told) == 4

@@ -50,10 +50,10 @@ async def test_a_good_life() -> None:
     held = Held()
     transfer = Transfer(plan(*grid(2, "latent", "index_k"), holds=(held,)), observer=witness)
     assert transfer.state is PLANNED
-    transfer.record_layer(0)
+    transfer.record_layers([0])
     assert states(transfer) == [RECORDED, PLANNED]
     assert transfer.state is PLANNED
-    transfer.record_layer(1)
+    transfer.record_layers([1])
     assert transfer.state is RECORDED
     run_all(transfer)
     assert transfer.state is DONE
@@ -79,7 +79,7 @@ def test_a_copy_run_before_its_layer_was_recorded_records_itself() -> None:
     transfer = Transfer(plan(*grid(1, "latent", "index_k")), observer=witness)
     transfer.run_copy(0, PlainCopier())
     assert states(transfer) == [PLANNED]
-    transfer.record_layer(0)
+    transfer.record_layers([0])
     assert states(transfer) == [RECORDED]
     transfer.run_copy(1, PlainCopier())
     assert witness.names() == ["planned", "recorded", "layer_done", "done", "settled"]
@@ -188,7 +188,7 @@ async def test_a_reader_of_an_unrecorded_layer_waits_and_then_its_stream_does() 
         nursery.start_soon(read)
         await trio.testing.wait_all_tasks_blocked()
         assert order_of_events == []
-        transfer.record_layer(0)
+        transfer.record_layers([0])
         await trio.sleep(0.02)
         assert order_of_events == ["ordered"]
         with pytest.raises(NotReady):
@@ -266,7 +266,7 @@ def test_ending_twice_is_told_and_changes_nothing() -> None:
     assert not transfer.revoke()
     assert not transfer.fail("again")
     run_all(transfer)
-    transfer.record_layer(0)
+    transfer.record_layers([0])
     assert transfer.problem is not None
     assert transfer.problem.reason == "late"
     assert witness.names() == ["planned", "failed", "settled"]
@@ -364,7 +364,7 @@ def test_random_lives_end_once_and_settle_once() -> None:
         for thread in threads:
             thread.start()
         for layer in range(layers):
-            transfer.record_layer(layer)
+            transfer.record_layers([layer])
         if rng.random() < 0.4:
             transfer.revoke()
         for thread in threads:
