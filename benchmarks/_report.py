@@ -82,16 +82,20 @@ class Report:
         if not is_met:
             self.missed.append(what)
 
-    def shown(self, what: str, samples: Sequence[float], bound: float) -> None:
+    def shown(
+        self, what: str, samples: Sequence[float], bound: float, equal: Sequence[float]
+    ) -> None:
         """Print and keep whether samples show that the median is at most ``bound``.
 
-        Missed only if they show that it is more. Where they scatter too widely to show either, that
-        is what is said: more samples, or a quieter machine, decide it.
+        ``equal`` are the same differences between runs that do not differ. Missed only if more is
+        shown than those differ by. Where they scatter too widely to show either, that is what is
+        said: more samples, or a quieter machine, decide it.
         """
         low, high = interval(samples)
-        median = statistics.median(samples)
-        met = True if high <= bound else False if low > bound else None
-        words = {True: "met", False: "MISSED", None: "not decided: it scatters too widely"}
+        median, noise = statistics.median(samples), interval(equal)
+        met = True if high <= bound else False if low > bound + max(map(abs, noise)) else None
+        why = f"equal runs differ by {noise[0]:.3g} to {noise[1]:.3g}"
+        words = {True: "met", False: "MISSED", None: f"not decided: {why}"}
         place = f"{median:.3g}, with 95 % certainty {low:.3g} to {high:.3g}"
         print(f"  {what}: {place}, at most {bound:g} asked: {words[met]}", flush=True)
         self.rows.append(
@@ -100,6 +104,7 @@ class Report:
                 "figure": median,
                 "low": low,
                 "high": high,
+                "equal": noise,
                 "at most": bound,
                 "met": met,
             }

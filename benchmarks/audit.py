@@ -6,7 +6,8 @@ same noise. The device tier is pressed, so that pages are evicted, restored and 
 
 Where other processes share the cores, wall times of two equal runs differ by more than the audit
 costs, and so do CPU times, by less. So the pairs are many and short, and each gives two ratios,
-whose medians are told with the interval that they show; and the audited runs have a figure of their
+whose medians are told with the interval that they show, and with what equal runs show that follow
+one another; and the audited runs have a figure of their
 own: the CPU time inside the audit's own calls (hashing, summing, comparing, on whichever thread),
 over the wall time of the run or the CPU time of the process, whichever is less. The bound is held
 against all three. The last is what the audit would cost if nothing of it overlapped with anything.
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import ParamSpec, TypeVar, cast
 
@@ -149,8 +151,11 @@ def tell(rate: float, pairs: list[tuple[Served, Served]], report: Report) -> Non
     compared = [float(on.counters.audited_pages) for on, _ in pairs]
     report.row(f"{name}: pages compared", Spread.of(compared), "")
     if rate < 1:
-        report.shown(f"{name}: added to wall time, %", wall, 1.0)
-        report.shown(f"{name}: added to CPU time, %", cpu, 1.0)
+        equal = list(pairwise(off for _, off in pairs))
+        walls = [100 * (two.wall_s / one.wall_s - 1) for one, two in equal]
+        cpus = [100 * (two.cpu_s / one.cpu_s - 1) for one, two in equal]
+        report.shown(f"{name}: added to wall time, %", wall, 1.0, walls)
+        report.shown(f"{name}: added to CPU time, %", cpu, 1.0, cpus)
         report.target(f"{name}: CPU inside the audit, %", inside.median, 1.0)
 
 

@@ -9,7 +9,8 @@ costs. So the pairs are many and short, and each gives two figures: what audit a
 what it adds to the CPU time of all threads but the one that computes, over the wall or the CPU time
 of the run without a log, whichever is less. Logging is done by those threads; the second figure is
 what the log would cost if nothing of it overlapped with computing. The bound is held against both,
-by the medians with the interval that the pairs show.
+by the medians with the interval that the pairs show; what equal runs show that follow one another
+is told beside it.
 """
 
 import sys
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
@@ -137,8 +139,13 @@ def tell(name: str, runs: dict[Level, list[Served]], report: Report, bound: floa
     per_token = [audit.events / audit.output_tokens for audit, _ in both]
     report.row(f"{name}: events an output token", Spread.of(per_token), "")
     if bound is not None:
-        report.shown(f"{name}: added to wall time, %", wall, bound)
-        report.shown(f"{name}: CPU added beside compute, %", beside, bound)
+        equal = list(pairwise(off for _, off in both))
+        walls = [100 * (two.wall_s / one.wall_s - 1) for one, two in equal]
+        besides = [
+            100 * (two.beside_s - one.beside_s) / min(one.wall_s, one.cpu_s) for one, two in equal
+        ]
+        report.shown(f"{name}: added to wall time, %", wall, bound, walls)
+        report.shown(f"{name}: CPU added beside compute, %", beside, bound, besides)
 
 
 async def count_events(workload: Workload) -> float:
