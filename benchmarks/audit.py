@@ -7,18 +7,19 @@ same noise. The device tier is pressed, so that pages are evicted, restored and 
 Where other processes share the cores, wall times of two equal runs differ by more than the audit
 costs, and so do CPU times, by less. So the pairs are many and short, and each gives two ratios,
 whose medians are told with the interval that they show, and with what equal runs show that follow
-one another; and the audited runs have a figure of their
-own: the CPU time inside the audit's own calls (hashing, summing, comparing, on whichever thread),
-over the wall time of the run or the CPU time of the process, whichever is less. The bound is held
-against all three. The last is what the audit would cost if nothing of it overlapped with anything.
+one another; and the audited runs have a figure of their own: the CPU time inside the audit's own
+calls (hashing, summing, comparing, on whichever thread), over the wall time of the run or the CPU
+time of the process, whichever is less. The bound is held against all three. The last is what the
+audit would cost if nothing of it overlapped with anything.
 """
 
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import ParamSpec, TypeVar, cast
 
@@ -138,11 +139,18 @@ async def compare(
     return found
 
 
+def added(
+    pairs: Iterable[tuple[Served, Served]], seconds: Callable[[Served], float]
+) -> list[float]:
+    """Return what the first of each pair took more than the second, in per cent."""
+    return [100 * (seconds(one) / seconds(other) - 1) for one, other in pairs]
+
+
 def tell(rate: float, pairs: list[tuple[Served, Served]], report: Report) -> None:
     """Print one comparison, and hold the bound against it unless every page is audited."""
     name = f"rate {rate:g}"
-    wall = [100 * (on.wall_s / off.wall_s - 1) for on, off in pairs]
-    cpu = [100 * (on.cpu_s / off.cpu_s - 1) for on, off in pairs]
+    of_wall, of_cpu = attrgetter("wall_s"), attrgetter("cpu_s")
+    wall, cpu = added(pairs, of_wall), added(pairs, of_cpu)
     inside = Spread.of([100 * on.audit_s / min(on.wall_s, on.cpu_s) for on, _ in pairs])
     report.row(f"{name}: a run without the audit", Spread.of([o.wall_s for _, o in pairs]), "s")
     report.row(f"{name}: added to wall time", Spread.of(wall), "%")
@@ -152,10 +160,8 @@ def tell(rate: float, pairs: list[tuple[Served, Served]], report: Report) -> Non
     report.row(f"{name}: pages compared", Spread.of(compared), "")
     if rate < 1:
         equal = list(pairwise(off for _, off in pairs))
-        walls = [100 * (two.wall_s / one.wall_s - 1) for one, two in equal]
-        cpus = [100 * (two.cpu_s / one.cpu_s - 1) for one, two in equal]
-        report.shown(f"{name}: added to wall time, %", wall, 1.0, walls)
-        report.shown(f"{name}: added to CPU time, %", cpu, 1.0, cpus)
+        report.shown(f"{name}: added to wall time, %", wall, 1.0, added(equal, of_wall))
+        report.shown(f"{name}: added to CPU time, %", cpu, 1.0, added(equal, of_cpu))
         report.target(f"{name}: CPU inside the audit, %", inside.median, 1.0)
 
 

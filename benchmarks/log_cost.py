@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -126,13 +126,23 @@ async def compare(workload: Workload, pairs: int) -> dict[Level, list[Served]]:
     return runs
 
 
+def added_wall(pairs: Iterable[tuple[Served, Served]]) -> list[float]:
+    """Return what the first of each pair took more than the second by the clock, in per cent."""
+    return [100 * (one.wall_s / other.wall_s - 1) for one, other in pairs]
+
+
+def added_beside(pairs: Iterable[tuple[Served, Served]]) -> list[float]:
+    """Return the same of CPU time beside compute, of the second's wall or CPU time."""
+    return [
+        100 * (one.beside_s - other.beside_s) / min(other.wall_s, other.cpu_s)
+        for one, other in pairs
+    ]
+
+
 def tell(name: str, runs: dict[Level, list[Served]], report: Report, bound: float | None) -> None:
     """Print one comparison, and hold the bound, if there is one, against it."""
     both = list(zip(runs["audit"], runs["off"], strict=True))
-    wall = [100 * (audit.wall_s / off.wall_s - 1) for audit, off in both]
-    beside = [
-        100 * (audit.beside_s - off.beside_s) / min(off.wall_s, off.cpu_s) for audit, off in both
-    ]
+    wall, beside = added_wall(both), added_beside(both)
     report.row(f"{name}: a run without the log", Spread.of([off.wall_s for _, off in both]), "s")
     report.row(f"{name}: added to wall time", Spread.of(wall), "%")
     report.row(f"{name}: CPU added beside compute, of wall or CPU", Spread.of(beside), "%")
@@ -140,12 +150,8 @@ def tell(name: str, runs: dict[Level, list[Served]], report: Report, bound: floa
     report.row(f"{name}: events an output token", Spread.of(per_token), "")
     if bound is not None:
         equal = list(pairwise(off for _, off in both))
-        walls = [100 * (two.wall_s / one.wall_s - 1) for one, two in equal]
-        besides = [
-            100 * (two.beside_s - one.beside_s) / min(one.wall_s, one.cpu_s) for one, two in equal
-        ]
-        report.shown(f"{name}: added to wall time, %", wall, bound, walls)
-        report.shown(f"{name}: CPU added beside compute, %", beside, bound, besides)
+        report.shown(f"{name}: added to wall time, %", wall, bound, added_wall(equal))
+        report.shown(f"{name}: CPU added beside compute, %", beside, bound, added_beside(equal))
 
 
 async def count_events(workload: Workload) -> float:
