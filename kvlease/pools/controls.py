@@ -16,6 +16,8 @@ from kvlease.pools.prefix_node import TIERS, CacheTier
 from kvlease.pools.prefix_results import Match
 from kvlease.pools.prefix_share import count_below, evict_below, share
 from kvlease.pools.transfers import Transfers
+from kvlease.protocols.event_base import EventSink
+from kvlease.protocols.event_pages import PagePin, PageUnpin
 
 EVERY_PAGE = 1 << 62
 MAX_PINS = 4096
@@ -76,12 +78,15 @@ class CacheControls:
         pins: by number.
     """
 
-    def __init__(self, memory: Memory, index: PrefixIndex, transfers: Transfers) -> None:
-        """Borrows all three for the life of the pool."""
+    def __init__(
+        self, memory: Memory, index: PrefixIndex, transfers: Transfers, sink: EventSink
+    ) -> None:
+        """Borrows all four for the life of the pool."""
         self.pins: dict[int, Pin] = {}
         self._memory = memory
         self._index = index
         self._transfers = transfers
+        self._sink = sink
         self._last_pin = 0
 
     def _match(self, root: bytes, tokens: bytes) -> Match:
@@ -107,6 +112,15 @@ class CacheControls:
             self._index.pin_tail(match.tail)
         self._last_pin += 1
         pin = self.pins[self._last_pin] = Pin(self._last_pin, root, match, expires_s)
+        if self._sink.normal:
+            self._sink.emit(
+                PagePin(
+                    pin=pin.id,
+                    identity=root.hex(),
+                    pages=match.num_pages,
+                    deadline_ns=round(expires_s * 1e9),
+                )
+            )
         return pin
 
     def _why_not(self, match: Match, root: bytes, quota: Quota) -> str:
@@ -124,27 +138,34 @@ class CacheControls:
             return f"pins would hold {pinned} pages in {len(held)} pins, {own} of this tenant's"
         return ""
 
-    def unpin(self, number: int, root: bytes | None = None) -> bool:
-        """End a pin, of one identity only if one is given; says whether there was such a pin."""
+    def unpin(self, number: int, root: bytes) -> bool:
+        """End an identity's pin on its behalf; says whether there was such a pin."""
         pin = self.pins.get(number)
-        if pin is None or root not in (None, pin.root):
+        if pin is None or pin.root != root:
             return False
-        del self.pins[number]
-        if pin.match.tail is not None:
-            self._memory.take_back(self._index.unpin_tail(pin.match.tail))
-        self._memory.take_back(self._index.release(pin.match.cursor))
+        self._end(pin, "asked", root.hex())
         return True
 
     def expire(self, now_s: float) -> float | None:
         """End the pins whose time is up; returns when the next one's will be."""
         for pin in [pin for pin in self.pins.values() if pin.expires_s <= now_s]:
-            self.unpin(pin.id)
+            self._end(pin, "expired")
         return min((pin.expires_s for pin in self.pins.values()), default=None)
 
     def unpin_all(self) -> None:
         """End every pin: what they hold is to be forgotten."""
-        for number in list(self.pins):
-            self.unpin(number)
+        for pin in list(self.pins.values()):
+            self._end(pin, "flushed")
+
+    def _end(
+        self, pin: Pin, reason: Literal["expired", "asked", "flushed"], identity: str = ""
+    ) -> None:
+        del self.pins[pin.id]
+        if self._sink.normal:
+            self._sink.emit(PageUnpin(pin=pin.id, reason=reason, identity=identity))
+        if pin.match.tail is not None:
+            self._memory.take_back(self._index.unpin_tail(pin.match.tail))
+        self._memory.take_back(self._index.release(pin.match.cursor))
 
     # -- eviction ------------------------------------------------------------------------------
 

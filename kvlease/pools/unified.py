@@ -71,7 +71,7 @@ class UnifiedPool:
         self._sink = sink
         self._observer = observer
         self._last_lease = 0
-        self.controls = CacheControls(self.memory, self.index, self.transfers)
+        self.controls = CacheControls(self.memory, self.index, self.transfers, sink)
         self.readers = Readers(self.memory, self.index, sink, observer, self._lease_id)
 
     def _lease_id(self) -> LeaseId:

@@ -76,6 +76,30 @@ class PageFlush(NormalEvent, tag="page.flush", kw_only=True, gc=False):
     identity: str
 
 
+class PagePin(NormalEvent, tag="page.pin", kw_only=True, gc=False):
+    """A caller keeps so many cached pages of a prompt, on the tiers that have them, for a while.
+
+    ``identity`` is the cache identity that they are cached under, ``deadline_ns`` when the pin ends
+    at the latest (R9).
+    """
+
+    pin: int
+    identity: str
+    pages: int
+    deadline_ns: int
+
+
+class PageUnpin(NormalEvent, tag="page.unpin", kw_only=True, gc=False):
+    """A pin ended: its time was up, its caller asked for it, or all that is cached was forgotten.
+
+    ``identity`` is that under which whoever asked is known; empty if nobody did (R10).
+    """
+
+    pin: int
+    reason: Literal["expired", "asked", "flushed"]
+    identity: str = ""
+
+
 class PageLedger(Event, tag="page.ledger", kw_only=True, gc=False):
     """A pool's own count, to be compared with the one that follows from the log (R11).
 

@@ -40,9 +40,11 @@ from kvlease.protocols.event_pages import (
     PageFree,
     PageLedger,
     PageMismatch,
+    PagePin,
     PageQuarantine,
     PageReserve,
     PageSeal,
+    PageUnpin,
 )
 from kvlease.protocols.event_rpc import RpcCall, RpcClose, RpcDrain, RpcOpen, RpcRefused
 from kvlease.protocols.event_work import (
@@ -88,10 +90,12 @@ __all__ = [
     "PageFree",
     "PageLedger",
     "PageMismatch",
+    "PagePin",
     "PageQuarantine",
     "PageReserve",
     "PageRun",
     "PageSeal",
+    "PageUnpin",
     "RequestAdmitted",
     "RequestCancelled",
     "RequestFailed",
@@ -331,7 +335,7 @@ AnyEvent: TypeAlias = (
     | RequestSubmitted | RequestAdmitted | RequestPreempted
     | RequestCancelled | RequestFinished | RequestFailed | RequestToolCallError
     | PageReserve | PageSeal | PageEvict | PageQuarantine | PageFree | PageLedger | PageMismatch
-    | PageFlush
+    | PageFlush | PagePin | PageUnpin
     | LeaseOpen | LeaseWait | LeaseClose | LeaseMove
     | TransferPlan | TransferRecord | TransferLanded | TransferLayerDone | TransferDone
     | TransferFail | TransferRevoke | TransferLate

@@ -96,7 +96,9 @@ def test_normal_keeps_requests_actors_and_what_went_wrong() -> None:
         tag_of(t) for t in EVENT_TYPES if tag_of(t).startswith("request.")
     }
     assert {"transfer.fail", "transfer.late", "step.discarded"} <= normal
-    assert {t for t in normal if t.startswith("page.")} == {"page.mismatch", "page.flush"}
+    assert {t for t in normal if t.startswith("page.")} == {
+        f"page.{what}" for what in ("mismatch", "flush", "pin", "unpin")
+    }
 
 
 def test_defaults_stay_off_the_line() -> None:

@@ -20,6 +20,7 @@ from kvlease.services.replay.lease_rules import LeaseRules
 from kvlease.services.replay.ledger_rules import LedgerRules
 from kvlease.services.replay.opening_rules import OpeningRules
 from kvlease.services.replay.page_rules import PageRules
+from kvlease.services.replay.pin_rules import PinRules
 from kvlease.services.replay.reader import (
     BRIEF,
     KINDS,
@@ -143,7 +144,7 @@ class Checker:
         pages, leases = PageRules(world), LeaseRules(world, openings)
         self._transfers = transfers = TransferRules(world, openings)
         self._steps = steps = StepRules(world, openings)
-        requests = RequestRules(world, leases)
+        requests, pins = RequestRules(world, leases), PinRules(world)
         if event.level != "audit":
             why = f"the log is of level {event.level}, which leaves these rules' lines out"
             self._findings.doubt(why, self._line(event), NORMAL_RULES)
@@ -159,6 +160,7 @@ class Checker:
             ev.PageQuarantine: pages.quarantine, ev.PageFree: pages.free,
             ev.PageLedger: LedgerRules(world).ledger, ev.PageMismatch: pages.mismatch,
             ev.PageFlush: requests.flushed, ev.ActorDied: self._died,
+            ev.PagePin: pins.pinned, ev.PageUnpin: pins.unpinned,
             ev.LeaseOpen: leases.open, ev.LeaseWait: leases.wait, ev.LeaseMove: leases.move,
             ev.LeaseClose: leases.close,
             ev.TransferPlan: transfers.plan, ev.TransferRecord: transfers.record,

@@ -1,6 +1,7 @@
 """What has not ended when the log does: stuck requests, and what an orderly end must not leave."""
 
 from kvlease.services.replay.opening_rules import OpeningRules
+from kvlease.services.replay.pin_rules import check_pins
 from kvlease.services.replay.state import GRACE_NS, RequestState, World
 from kvlease.services.replay.verdict import Stuck
 
@@ -56,6 +57,7 @@ def check_end(world: World, openings: OpeningRules, seq: int, t_ns: int, is_clos
             violate("R9", what, seqs, request=record.id)
     for transfer in [*world.transfers.values(), *world.limbo.values()]:
         openings.never_landed(transfer)
+    check_pins(world, seq, t_ns)
     if not is_closed:
         return
     for transfer in world.transfers.values():

@@ -38,6 +38,8 @@ class LedgerRules:
             self._differs(
                 event, f"{event.reserved} {event.tier} pages as promised, and nobody runs"
             )
+        if 0 <= event.pins < len(world.pins):
+            self._differs(event, f"{event.pins} pins, the log {len(world.pins)}")
         if event.leased and not event.pins and not (world.sequences or world.ends):
             self._differs(event, f"{event.leased} leased {event.tier} pages, and nobody holds any")
 

@@ -147,6 +147,8 @@ class RequestRules:
                 what = "a flush took an identity that had been used before"
             self._findings.violate("R10", what, (event.seq,))
         world.forget_roots(event.identity)
+        for pin in world.pins:
+            world.flushed_pins.setdefault(pin, event)
 
     def preempted(self, event: RequestPreempted) -> None:
         """It gave its pages back and waits."""

@@ -13,6 +13,8 @@ from kvlease.protocols.events import (
     LeaseOpen,
     LeaseWait,
     LogOpen,
+    PageFlush,
+    PagePin,
     PageRun,
     TransferPlan,
 )
@@ -288,6 +290,7 @@ class World:
         blocking_steps: steps not over yet that quarantined pages wait for.
         roots: a number for each cache identity and tenant, in the order in which they came.
         flushed: identities that were there before the latest flush, oldest first.
+        pins, flushed_pins: those that have not ended, and the flush that came since, if one did.
         blocker_ns: when something last ended that quarantined pages may have waited for.
     """
 
@@ -314,6 +317,8 @@ class World:
         self.blocking_steps: set[int] = set()
         self.roots: dict[tuple[str, str], int] = {(head.identity, ""): 0}
         self.flushed: dict[str, None] = {}
+        self.pins: dict[int, PagePin] = {}
+        self.flushed_pins: dict[int, PageFlush] = {}
         self._num_roots = 1
         self.blocker_ns = 0
 
@@ -324,7 +329,7 @@ class World:
             pages.forget()
         for alive in (
             self.ends, self.reserved, self.sequences, self.transfers, self.limbo,
-            self.requests, self.quarantines, self.waits,
+            self.requests, self.quarantines, self.waits, self.pins, self.flushed_pins,
         ):  # fmt: skip
             alive.clear()
         self.blocking_steps.clear()
