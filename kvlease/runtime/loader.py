@@ -6,9 +6,9 @@ know what a page is, who planned the transfer, or what its readers do when it fa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, final
+from typing import final
 
 import trio
 from attrs import define, frozen
@@ -257,11 +257,12 @@ class Loader(Actor[Transfer]):
             return  # over, or about to be called late: no use in moving bytes
         is_load = transfer.plan.kind == "load"
         stream = (self._load_stream if is_load else self._store_stream).scope()
-        layers, queued = _layer_runs(transfer.plan.copies), list[int]()
+        moved = [joint for joint in transfer.plan.layout.joints if joint.first < joint.stop]
+        queued: list[int] = []
         try:
-            for group in [[layer] for layer in layers] if is_load else [layers]:
-                first, last = group[0].first, group[-1].last
-                ids = tuple(run.layer for run in group)
+            for group in [[joint] for joint in moved] if is_load else [moved]:
+                first, last = group[0].first, group[-1].stop
+                ids = tuple([joint.layers[0] for joint in group])
                 stream.launch(RunCopies(transfer, first, last, self._copier, ids, queued))
             transfer.record_layers(queued)
             _fail_if_skipped(transfer, stream.record())
@@ -341,30 +342,6 @@ class Loader(Actor[Transfer]):
             transfer.release()
         finally:
             self._on_settled(transfer)
-
-
-class _LayerRun(NamedTuple):
-    """The copies ``first`` to ``last - 1`` of a plan are of the layers up to ``last_layer``.
-
-    They share one completion, so they are recorded together, behind the last of them (R2).
-    """
-
-    layer: int
-    last_layer: int
-    first: int
-    last: int
-
-
-def _layer_runs(copies: Sequence[CopyOrder]) -> list[_LayerRun]:
-    runs: list[_LayerRun] = []
-    for index, order in enumerate(copies):
-        layer, last_layer, first = order.layer, order.last_layer, index
-        if runs and runs[-1].last_layer >= layer:
-            before = runs.pop()
-            layer, last_layer = before.layer, max(before.last_layer, last_layer)
-            first = before.first
-        runs.append(_LayerRun(layer, last_layer, first, index + 1))
-    return runs
 
 
 def _fail_if_skipped(transfer: Transfer, end: Completion) -> None:

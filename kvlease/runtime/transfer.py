@@ -26,7 +26,13 @@ from kvlease.runtime.completions import (
     fire,
     joint_points,
 )
-from kvlease.runtime.transfer_plan import LayerTiming, TransferObserver, TransferPlan, adjoined
+from kvlease.runtime.transfer_plan import (
+    Joint,
+    LayerTiming,
+    TransferObserver,
+    TransferPlan,
+    adjoined,
+)
 from kvlease.runtime.wake import Hook
 from kvlease.units import LayerId
 
@@ -81,7 +87,7 @@ class Transfer(CompletionBase):
     """
 
     __slots__ = (
-        "_clock", "_completions", "_done_s", "_layers", "_observer", "_parts", "_recorded_s",
+        "_clock", "_done_s", "_joints", "_observer", "_parts", "_recorded_s",
         "_released", "_running", "_settled", "_told", "_unfinished", "_unrecorded",
         "observer_error", "plan", "planned_at",
     )  # fmt: skip
@@ -109,45 +115,33 @@ class Transfer(CompletionBase):
         self._running = 0
         self._told = set[LayerCompletion]()  # to have been recorded, before they are
         self._released = False
-        self._settled = CpuCompletion(f"settling of {plan.name}", lock=self._lock)
-        self._settled.set_recorded()
+        self._settled = CompletionBase(f"settling of {self.name}", self._lock)
         self._tell(lambda to: to.planned(self))
         self._parts = tuple(
-            CpuCompletion(f"{self.name} {order.name}", order.nbytes, self._lock)
-            for order in plan.copies
+            [
+                CpuCompletion(f"{self.name} {order.parts.name}", order.nbytes, self._lock)
+                for order in plan.copies
+            ]
         )
-        self._completions = self._join()
-        self._layers = [each for each in self._completions for _ in each.layers]
-        self._unrecorded = self._unfinished = len(self._completions)
+        self._joints = [self._join(joint) for joint in plan.layout.joints]
+        self._unrecorded = self._unfinished = len(self._joints)
         self._start()
 
-    def _join(self) -> list[LayerCompletion]:
-        """Make the completions of all layers, in order; layers moved together share theirs."""
-        plan, lock, place, layer = self.plan, self._lock, 0, 0
-        joined: list[LayerCompletion] = []
-        while layer < plan.num_layers:
-            first, stop = place, layer + 1
-            while place < len(plan.copies) and plan.copies[place].layer < stop:
-                stop = max(stop, plan.copies[place].last_layer + 1)
-                place += 1
-            parts = self._parts[first:place]
-            if not parts and layer in plan.empty_layers:
-                # One part of no bytes, finished at the start: DONE by the machine, not by
-                # exception.
-                parts = (CpuCompletion(f"{self.name} layer {layer}", 0, lock),)
-            joined.append(LayerCompletion(self, range(layer, stop), parts, lock))
-            layer = stop
-        return joined
+    def _join(self, joint: Joint) -> LayerCompletion:
+        """Make the completion of some layers that are there together."""
+        parts = self._parts[joint.first : joint.stop]
+        if not parts and joint.layers[0] in self.plan.empty_layers:
+            # One part of no bytes, finished at the start: DONE by the machine, not by exception.
+            parts = (CpuCompletion(f"{self.name} layer {joint.layers[0]}", 0, self._lock),)
+        return LayerCompletion(self, joint.layers, parts, self._lock)
 
     def _start(self) -> None:
-        plan = self.plan
-        moved = plan.empty_layers.union(*[order.parts.layers for order in plan.copies])
-        unplanned = sorted(moved.symmetric_difference(range(plan.num_layers)))
+        unplanned = self.plan.layout.unplanned
         if unplanned or not self._parts:
-            where = f"layers {unplanned}" if unplanned else "any layer"
+            where = f"layers {list(unplanned)}" if unplanned else "any layer"
             self.fail(f"{self.name} plans no bytes for {where}, so it cannot make any true")
             return
-        for each in self._completions:
+        for each in self._joints:
             if each.is_empty:
                 for part in each.parts:
                     part.set_recorded()
@@ -155,7 +149,7 @@ class Transfer(CompletionBase):
 
     def layer_completion(self, layer: LayerId) -> CompletionBase:
         """Return the completion of one layer, all its components together."""
-        return self._layers[layer]
+        return self._joints[self.plan.layout.places[layer]]
 
     def parts(self, layer: int, component: str) -> tuple[CpuCompletion, ...]:
         """Return the completions of one component of one layer, in the order of their copies."""
@@ -229,7 +223,7 @@ class Transfer(CompletionBase):
 
     def points(self) -> tuple[DevicePoint, ...] | None:
         """Return where a device has done all layers that are not done yet."""
-        return joint_points(self._layers)
+        return joint_points(self._joints)
 
     def record_layers(self, layers: Iterable[int], point: DevicePoint | None = None) -> None:
         """Say that the copies of layers are in their stream's order; a device's have a place.
@@ -239,7 +233,8 @@ class Transfer(CompletionBase):
         """
         due: list[Hook] = []
         with self._lock:
-            joints = dict.fromkeys(self._layers[layer] for layer in layers)
+            places = self.plan.layout.places
+            joints = [self._joints[place] for place in dict.fromkeys(places[n] for n in layers)]
             fresh = [each for each in joints if each.state is CompletionState.PLANNED]
             for run in adjoined(each.run for each in fresh):
                 self._tell_recorded(run)
@@ -326,7 +321,7 @@ class Transfer(CompletionBase):
     def _end_the_rest(self, event: CopyEvent, problem: Problem, due: list[Hook]) -> None:
         revoked = event is CopyEvent.REVOKE
         self._enter(CompletionState.REVOKED if revoked else CompletionState.FAILED, due, problem)
-        for layer in self._completions:
+        for layer in self._joints:
             for part in layer.parts:
                 if part.state not in FINAL_STATES:
                     part._step(event, 0, problem, due)
@@ -340,7 +335,7 @@ class Transfer(CompletionBase):
             and self._settled.state not in FINAL_STATES
         ):
             self._tell(lambda to: to.settled(self))
-            self._settled._step(CopyEvent.FINISH, 0, None, due)
+            self._settled._enter(CompletionState.DONE, due, None)
 
     def _layer_entering(
         self, layer: LayerCompletion, state: CompletionState, part: CpuCompletion

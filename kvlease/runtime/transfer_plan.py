@@ -5,12 +5,13 @@ This module does not know how a transfer runs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from attrs import frozen
+from attrs import Factory, field, frozen
 
 from kvlease.errors import UsageError
-from kvlease.protocols.ports import Completion, CopyOrder
+from kvlease.protocols.ports import Completion, CopyOrder, CopyParts
 from kvlease.units import TransferId
 
 if TYPE_CHECKING:
@@ -27,6 +28,69 @@ class Hold(Protocol):
     def close(self) -> None:
         """End the hold."""
         ...
+
+
+class Joint(NamedTuple):
+    """Copies ``first`` to ``stop - 1`` of a plan: all that it has for some layers.
+
+    They share one completion: layers that are moved in one piece are there together.
+    """
+
+    layers: range
+    first: int
+    stop: int
+
+
+@frozen
+class Layout:
+    """What follows from what a plan's copies are of; the same for every plan of its kind.
+
+    Attributes:
+        joints: of all layers, in order; one that nothing is planned for has a joint of its own.
+        places: per layer its place among the joints.
+        unplanned: layers that have no copy though they are not empty by construction.
+    """
+
+    joints: tuple[Joint, ...]
+    places: tuple[int, ...]
+    unplanned: tuple[int, ...]
+
+    @staticmethod
+    @lru_cache(1024)
+    def of(copies: tuple[CopyParts, ...], num_layers: int, empty: frozenset[int]) -> Layout:
+        """Raise UsageError when copies are out of order or in a layer that is called empty."""
+        _check_order(copies, num_layers, empty)
+        joints: list[Joint] = []
+        unplanned: list[int] = []
+        layer = place = 0
+        while layer < num_layers:
+            first, stop = place, layer + 1
+            while place < len(copies) and copies[place].ends[0] < stop:
+                stop = max(stop, copies[place].ends[1] + 1)
+                place += 1
+            joints.append(Joint(range(layer, stop), first, place))
+            planned = empty.union(*[parts.layers for parts in copies[first:place]])
+            unplanned += [each for each in range(layer, stop) if each not in planned]
+            layer = stop
+        places = [place for place, joint in enumerate(joints) for _ in joint.layers]
+        return Layout(tuple(joints), tuple(places), tuple(unplanned))
+
+
+def _check_order(copies: tuple[CopyParts, ...], num_layers: int, empty: frozenset[int]) -> None:
+    first = 0
+    for parts in copies:
+        layer, last = parts.ends
+        if not first <= layer <= last < num_layers:
+            raise UsageError(
+                f"a transfer's {parts.name} is out of order or not below {num_layers}; list the"
+                " copies by layer"
+            )
+        first = layer
+        if not empty.isdisjoint(parts.layers):
+            raise UsageError(
+                f"layer {min(empty & parts.layers)} of a transfer is called empty by construction,"
+                f" but something is to be copied there ({parts.name})"
+            )
 
 
 @frozen
@@ -53,24 +117,9 @@ class TransferPlan:
     holds: tuple[Hold, ...] = ()
     empty_layers: frozenset[int] = frozenset()
     after: tuple[Completion, ...] = ()
-
-    def __attrs_post_init__(self) -> None:
-        """Refuse plans that contradict themselves."""
-        first = 0
-        for order in self.copies:
-            layer, last = order.parts.ends
-            if not first <= layer <= last < self.num_layers:
-                raise UsageError(
-                    f"{self.name}: {order.name} is out of order or not below {self.num_layers};"
-                    " list the copies by layer"
-                )
-            first = layer
-            if not self.empty_layers.isdisjoint(order.parts.layers):
-                layer = min(self.empty_layers & order.parts.layers)
-                raise UsageError(
-                    f"{self.name}: layer {layer} is called empty by construction, but something"
-                    f" is to be copied there ({order.name})"
-                )
+    layout: Layout = field(
+        init=False, default=Factory(lambda plan: _laid_out(plan), takes_self=True)
+    )
 
     @property
     def name(self) -> str:
@@ -87,6 +136,11 @@ class TransferPlan:
     def nbytes(self) -> int:
         """Planned bytes over all layers and components."""
         return sum(order.nbytes for order in self.copies)
+
+
+def _laid_out(plan: TransferPlan) -> Layout:
+    copies = tuple([order.parts for order in plan.copies])
+    return Layout.of(copies, plan.num_layers, plan.empty_layers)
 
 
 class TransferObserver(Protocol):
