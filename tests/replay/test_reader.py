@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvlease.errors import BadInput
 from kvlease.protocols import events as ev
 from kvlease.services.replay import reader
-from kvlease.services.replay.checker import check_log
+from kvlease.services.replay.checker import Checker, check, check_log
 from kvlease.services.replay.reader import BrokenLine, LogReader, UnknownEvent, open_log, texts_of
 from tests.replay.build import head, lines_of, story
 
@@ -101,3 +101,15 @@ def test_a_file_that_is_not_there_is_bad_input(tmp_path: Path) -> None:
     for path in (tmp_path / "absent", tmp_path):
         with pytest.raises(BadInput, match="cannot read"), open_log(str(path)) as log:
             list(log.blocks())
+
+
+def test_events_are_counted_once_however_they_were_decoded() -> None:
+    """Lines beside one that is no event are decoded as other types than those further on."""
+    half = len(WHOLE) // 2
+    ((_, brief),) = LogReader(io.BytesIO(TEXT), "here").blocks(brief=True)
+    checker = Checker()
+    checker.feed_block(1, brief[:half])
+    checker.feed_block(half + 1, WHOLE[half:])
+    verdict = checker.verdict()
+    assert verdict.event_counts == check(WHOLE).event_counts
+    assert sum(verdict.event_counts.values()) == verdict.events == len(WHOLE)

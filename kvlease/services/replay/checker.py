@@ -239,7 +239,9 @@ class Checker:
         decision: Decision = "violations" if findings.counts else "clean"
         if not findings.counts and findings.doubts:
             decision = "cannot tell"
-        counts = {str(kind.__struct_config__.tag): n for kind, n in self._counts.items()}
+        counts = Counter[str]()  # one type may have come as two: see `BRIEF`
+        for kind, times in self._counts.items():
+            counts[str(kind.__struct_config__.tag)] += times
         unknown = sum(self._unknown.values())
         return Verdict(
             verdict=decision,
