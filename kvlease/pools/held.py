@@ -82,6 +82,8 @@ class Reader:
 class Held:
     """A running sequence's pages: the lease, its place in the index, and what only it owns.
 
+    Blocks the reuse of pages that are taken from under its lease, until that has ended (R6).
+
     ``owned`` are held pages of its table (open page, pages not yet filled, duplicates of pages that
     another sequence sealed first). ``arrivals`` are the planned transfers still filling its pages
     or its rings; ``load`` is the one planned for this sequence itself, if any.
@@ -104,6 +106,21 @@ class Held:
     """Its part in the audit, where pages are audited."""
     is_spoiled: bool = False
     """Whether a page of its table was found changed."""
+
+    @property
+    def kind(self) -> str:
+        """What it is as a blocker of pages."""
+        return "lease"
+
+    @property
+    def id(self) -> LeaseId:
+        """The lease's number."""
+        return self.lease.id
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether its lease has ended: it is never moved, so that it ends once."""
+        return self.lease.cell.epoch > 0
 
     @property
     def is_lost(self) -> bool:

@@ -18,11 +18,11 @@ from kvlease.protocols.machines import PageEvent, PageState, step_page
 
 
 class Blocker(Protocol):
-    """Work that may still touch pages: a transfer, a step, or a remote writer."""
+    """Work that may still touch pages: a transfer, a step, a lease, or a remote writer."""
 
     @property
     def kind(self) -> str:
-        """``step``, or what kind of transfer it is; for the log."""
+        """``step``, ``lease``, or what kind of transfer it is; for the log."""
         ...
 
     @property
@@ -164,6 +164,7 @@ class PageBook:
                     tier=self._tier,
                     transfers=[b.id for b in waiting if b.kind not in ("step", "lease")],
                     steps=[blocker.id for blocker in waiting if blocker.kind == "step"],
+                    leases=[blocker.id for blocker in waiting if blocker.kind == "lease"],
                 )
             )
 

@@ -356,20 +356,20 @@ class Transfers:
                 )
             )
 
-    def lost(self, planned: PlannedTransfer, reason: str, steps: Sequence[Blocker] = ()) -> None:
+    def lost(self, planned: PlannedTransfer, reason: str, holders: Sequence[Blocker] = ()) -> None:
         """It ended without its bytes: nobody may use what it should have filled.
 
-        The pages wait in quarantine until no copy can write them any more, and until the ``steps``
-        under way, which may still read them for results nobody will see, are over (R6). A load that
-        failed or came short drops the host copies as well, so that bad pages are not tried for
-        ever; one that was late or revoked says nothing about them.
+        The pages wait in quarantine until no copy can write them any more, and until the
+        ``holders``, which may still read them for results nobody will see, are done (R6). A load
+        that failed or came short drops the host copies as well, so that bad pages are not tried
+        for ever; one that was late or revoked says nothing about them.
         """
         planned.is_lost = True
         drop_host = planned.kind == "load" and reason not in ("late", "revoked")
         released = self._index.lost(planned, drop_host=drop_host)
         # An earlier load of the same host pages that was late may still be reading them.
         readers = [one for one in self.unsettled if one.kind == "load"] if drop_host else [planned]
-        self._memory.take_back(released, (*readers, *steps))
+        self._memory.take_back(released, (*readers, *holders))
 
     def settled(self, planned: PlannedTransfer) -> None:
         """No copy of it touches memory any more: both ends are let go.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import final
 
-from kvlease.errors import LeaseMoved, LedgerImbalance
+from kvlease.errors import LeaseMoved, LedgerImbalance, UsageError
 from kvlease.pools import accounts
 from kvlease.pools.audit import Audit
 from kvlease.pools.controls import CacheControls
@@ -71,6 +71,7 @@ class UnifiedPool:
         self._sink = sink
         self._observer = observer
         self._last_lease = 0
+        self._held: dict[Held, None] = {}
         self.controls = CacheControls(self.memory, self.index, self.transfers, sink)
         self.readers = Readers(self.memory, self.index, sink, observer, self._lease_id)
 
@@ -134,6 +135,7 @@ class UnifiedPool:
         lease.commit(match.num_pages * self.schema.page_tokens)
         arrivals = [a for a in match.arrivals if isinstance(a, PlannedTransfer)]
         held = Held(lease, match.cursor, reservation, array("i"), arrivals)
+        self._held[held] = None
         held.load = self.transfers.plan_load(held, match, request)
         if held.load is not None:
             held.arrivals.append(held.load)
@@ -168,6 +170,9 @@ class UnifiedPool:
         Call it only when no step uses the lease any more (R6). Rings that a late load may still
         write stay in quarantine until that load has settled.
         """
+        if held not in self._held:
+            raise UsageError(f"lease {held.lease.id} was closed already; a sequence ends once")
+        del self._held[held]
         held.lease.cell.end()
         if self._sink.audit:
             self._sink.emit(LeaseClose(lease=held.lease.id))
@@ -213,11 +218,12 @@ class UnifiedPool:
     def lost(self, planned: PlannedTransfer, reason: str, steps: Sequence[Blocker]) -> None:
         """End a transfer that brought nothing; as `Transfers.lost`.
 
-        Layers of it that had arrived may be open in leases beside the scheduler, so its pages stay
-        in quarantine until those readers are done too (R6).
+        Its pages are in the tables of sequences, and layers of it that had arrived may be open in
+        leases beside the scheduler: they stay in quarantine until all of these are done too (R6).
         """
+        held = [one for one in self._held if planned in one.arrivals]
         readers = self.readers.of(planned)
-        self.transfers.lost(planned, reason, (*steps, *readers))
+        self.transfers.lost(planned, reason, (*steps, *held, *readers))
 
     # -- sealing and tails ---------------------------------------------------------------------
 
@@ -297,6 +303,9 @@ class UnifiedPool:
         slots, tail_slots, boundaries = (
             index_tensor(column) for column in zip(*keeps, strict=True)
         )
+        if memory.carrier is not None:
+            memory.carrier.keep(slots, tail_slots, boundaries)
+            return
         stores = (memory.rings, memory.tails)
         keep_tails(self.schema, stores, slots, tail_slots, boundaries)
 

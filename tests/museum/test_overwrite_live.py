@@ -68,6 +68,30 @@ def test_a_page_under_a_launched_step_takes_no_load(first: str) -> None:
     bench.check()
 
 
+def test_a_page_in_the_table_of_a_sequence_takes_no_load() -> None:
+    """K019 vllm#47282 (F04): a lease is a right to read, whether or not a step uses it just then.
+
+    The load fails and all its copies have returned before the scheduler hears of it, which then
+    starts its readers over one by one. Found by the scenarios ``pressure`` and ``keeping``.
+    """
+    bench = Bench(MLA, device_pages=6, host_pages=32)
+    other = tokens_of(2, 6 * PAGE)
+    bench.cache_on_host(other)
+    bench.cache_on_host(PROMPT)
+    readers = [bench.start(PROMPT), bench.start(PROMPT)]
+    load = readers[0].load
+    assert load is not None
+    bench.pool.transfers.settled(load)
+    bench.pool.lost(load, "late", ())
+    for reader in readers:
+        assert bench.begin(other) is None, "a lease on the pages has not ended"
+        bench.close(reader)
+    held = bench.start(other)
+    bench.bring(held.load)
+    assert not [*bench.wrong(held, other, 6)]
+    bench.check()
+
+
 def test_a_page_under_a_reader_beside_the_scheduler_takes_no_load() -> None:
     """K019 vllm#47282 (F04): whoever has opened layers that came may read them until it is done.
 

@@ -176,6 +176,26 @@ async def _tenants(world: World) -> None:
         await trio.sleep(100)
 
 
+async def _pins(world: World) -> None:
+    """Two tenants pin what they have cached, try to end each other's pins, and a flush comes."""
+    device = SimulatedDevice(witness(), SLOW, world.log)
+    tokens = prompt_of(0, world.rng.choice((17, 20)))
+    prompt = array("i", tokens).tobytes()
+    async with open_engine(device.runner, CONFIG, log=world.log, ports=device.ports) as engine:
+        for salt in (b"one", b"two"):
+            await _ask(engine, tokens, 3, 0, salt)
+        await _ask(engine, prompt_of(1, 20), 3, 0)
+        await engine.cache.pin(prompt, 1.0, salt=b"one")
+        second = await engine.cache.pin(prompt, 1.0, salt=b"two")
+        await engine.cache.unpin(second.pin, salt=b"one")
+        await trio.sleep(world.rng.choice((0.0, 60.0)))
+        await engine.cache.pin(prompt, 30.0, salt=b"one")
+        await engine.flush()
+        await trio.sleep(100)
+        for family in (0, 1, 2, 0):
+            await _ask(engine, prompt_of(family, 20), 3, 0)
+
+
 async def _killed(world: World) -> None:
     """The loader dies with copies in hand, of which some never return."""
     dies = KillActor("loader", 1 + world.seed % 4, in_hand=world.seed % 2 == 0)
@@ -189,6 +209,7 @@ PLAYS = {
     "hopeless": Scenario("hopeless", "links on which every load fails", _hopeless),
     "tenants": Scenario("tenants", "equal prompts of several tenants, and a flush", _tenants),
     "prefetch": Scenario("prefetch", "evicted prefixes are prefetched, then used", _prefetch),
+    "pins": Scenario("pins", "pins of two tenants, and a flush", _pins),
     "killed": Scenario("killed", "a loader that dies with copies in hand", _killed),
     "overdue": Scenario("overdue", "a worker that stands still past the requests' time", _overdue),
 }
