@@ -33,7 +33,10 @@ class EngineConfig:
 
     Sizes are pages of ``page_tokens`` tokens; times are seconds. None lets the engine choose:
     ``page_tokens`` 64 for the embedded model and 256 else, ``chunk_tokens`` (prompt tokens a
-    prefill step takes) 256 with arithmetic and 65536 without, tails from pages and ``tail_every``.
+    prefill step takes) 256 with arithmetic and 65536 without, tails from pages and ``tail_every``,
+    ``decode_ahead`` (tokens of one answer that a decode step may draw before they are handed out,
+    while all draw greedily and nobody waits or prefills) 4 on a CUDA device unless ``exact``, else
+    1.
     ``device_pages`` 0, on a CUDA device, takes what the model leaves free there; ``host_pages`` 0
     switches the host tier off; ``prefix_cache`` False gives every request a cold
     run; ``digests`` hashes each sampled row of logits; ``log_prompts`` writes prompts into the
@@ -60,6 +63,7 @@ class EngineConfig:
     max_sessions: int = 64
     max_queue: int = 1024
     chunk_tokens: int | None = None
+    decode_ahead: int | None = None
     exact: bool = True
     seed: int = 0
     compute: Compute = "model"
@@ -86,7 +90,7 @@ class EngineConfig:
             raise ConfigError(f"cache_events is {self.cache_events}; give 0 (none kept) or more")
         if self.host_pages < 0:
             raise ConfigError(f"host_pages is {self.host_pages}; give 0 (no host tier) or more")
-        for name in ("page_tokens", "device_tails", "host_tails", "chunk_tokens"):
+        for name in ("page_tokens", "device_tails", "host_tails", "chunk_tokens", "decode_ahead"):
             optional: int | None = getattr(self, name)
             if optional is not None and optional < 1:
                 raise ConfigError(f"{name} is {optional}; give a number of 1 or more")

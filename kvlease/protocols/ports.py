@@ -122,13 +122,20 @@ class Sampling:
     logprobs: int | None = None
     """How many top alternatives to report with each token; None reports none, not even its own."""
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the best logit is the token, and nothing else is told about it."""
+        return self.temperature == 0 and not self.banned and self.logprobs is None
+
 
 @frozen
 class SequenceInput:
     """One sequence's part in a step.
 
     tokens are the input ids at positions start .. start + len(tokens) - 1. ``sample`` is None for a
-    chunk whose end is not the prompt's end. ``may_produce`` bounds the tokens a step may return.
+    chunk whose end is not the prompt's end. ``may_produce`` bounds the tokens that a step may
+    return; with arithmetic it is above 1 for all of a batch or none, and only where every
+    ``sample`` is greedy.
     """
 
     request: RequestId

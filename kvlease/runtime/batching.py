@@ -66,21 +66,42 @@ class Batching:
     def decode(self) -> StepOrder | None:
         """Return the next decode step, or None if nobody is ready."""
         parts: list[_Part] = []
-        for seq in self._core.in_phase(Phase.DECODE):
-            if seq.ending is not None:
-                continue
-            produce = self._may_produce(seq)
+        ready = [seq for seq in self._core.in_phase(Phase.DECODE) if seq.ending is None]
+        for seq, produce in zip(ready, self._may_produce(ready), strict=True):
             part = _Part(seq, seq.num_computed + produce, produce, samples=True)
             if self._pages_for(part):
                 parts.append(part)
         return self._order("decode", parts)
 
-    def _may_produce(self, seq: Sequence) -> int:
-        """Tokens one decode step may return: one, or up to the page's end without arithmetic."""
-        if self._core.config.compute == "model":
-            return 1
-        left = seq.request.params.max_tokens - len(seq.request.output)
-        return min(left, seq.page_tokens - seq.num_computed % seq.page_tokens)
+    def _may_produce(self, ready: list[Sequence]) -> list[int]:
+        """Tokens one decode step may return of each: up to the page's end without arithmetic.
+
+        With it the same of all, and more than one only where it keeps nobody waiting. A tail can
+        be kept only right after the step that reaches its boundary, so none goes past a page's end.
+        """
+        arithmetic = self._core.config.compute == "model"
+        if arithmetic and not self._may_run_ahead(ready):
+            return [1] * len(ready)
+        left = [
+            min(
+                seq.request.params.max_tokens - len(seq.request.output),
+                seq.page_tokens - seq.num_computed % seq.page_tokens,
+            )
+            for seq in ready
+        ]
+        return [min(self._core.decode_ahead, *left)] * len(ready) if arithmetic else left
+
+    def _may_run_ahead(self, ready: list[Sequence]) -> bool:
+        """Whether all decode, greedily and on pages that are there, and nobody waits to begin."""
+        core, eos = self._core, self._core.model.eos_tokens
+        return (
+            core.decode_ahead > 1
+            and bool(ready)
+            and not core.waiting
+            and all(seq.phase is Phase.DECODE for seq in core.running)
+            and all(seq.request.sampling(eos).is_greedy for seq in ready)
+            and not any(seq.require_held().lease.pending for seq in ready)
+        )
 
     def _pages_for(self, part: _Part) -> bool:
         """Make the sequence's table reach the end of its part; False if pages are short now."""

@@ -36,6 +36,9 @@ from kvlease.units import StepId, TransferId
 
 MAX_ROOTS = 1 << 16
 """Tenants whose prefix tree is remembered; it is a hash, and made again if need be."""
+DECODE_AHEAD = 4
+"""Tokens that a decode step draws on a device before the host hears of them: a hand-over costs half
+a millisecond there, and more of them would be shared by few tokens and seen as bursts."""
 
 
 @final
@@ -67,6 +70,8 @@ class EngineCore:
         # Without arithmetic, computing again costs nothing and would always win: always load then.
         self.estimates = Estimates(is_choosing=config.load_or_recompute and arithmetic)
         self.chunk_tokens = config.chunk_tokens or (256 if arithmetic else 65536)
+        on_kernels = config.device == "cuda" and not config.exact
+        self.decode_ahead = config.decode_ahead or (DECODE_AHEAD if on_kernels else 1)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         """In the order of admission: the newest, which is preempted first, stands last."""

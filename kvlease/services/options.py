@@ -47,6 +47,7 @@ class CommonOptions:
     log_level: Level
     json: str | None
     log_prompts: bool = False
+    decode_ahead: int | None = None
 
     def config(
         self,
@@ -91,6 +92,7 @@ class CommonOptions:
             digests=verify,
             audit_rate=self.audit_rate,
             log_prompts=self.log_prompts,
+            decode_ahead=self.decode_ahead,
         )
 
 
@@ -192,13 +194,24 @@ def add_common(parser: argparse.ArgumentParser, *, sessions: int) -> None:
         "--seed", type=int, metavar="N", default=_DEFAULTS.seed, help="of weights and workload"
     )
     _add_cache(parser.add_argument_group("cache"))
-    about_run = parser.add_argument_group("running and logging")
+    _add_running(parser.add_argument_group("running and logging"), sessions)
+    add_json(parser)
+
+
+def _add_running(about_run: "argparse._ArgumentGroup", sessions: int) -> None:
     about_run.add_argument(
         "--sessions",
         type=int,
         metavar="N",
         default=sessions,
         help="how many are served at the same time (default: %(default)s)",
+    )
+    about_run.add_argument(
+        "--decode-ahead",
+        type=int,
+        metavar="N",
+        help="tokens that a step draws of each answer before they are handed out, while all draw "
+        "greedily and nobody waits to begin (default: 4 on cuda with --no-exact, else 1)",
     )
     about_run.add_argument(
         "--audit-rate",
@@ -221,7 +234,6 @@ def add_common(parser: argparse.ArgumentParser, *, sessions: int) -> None:
         action="store_true",
         help="write prompts into the log too, so that `replay --rerun` can ask them again",
     )
-    add_json(parser)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -311,4 +323,5 @@ def common_of(space: argparse.Namespace) -> CommonOptions:
         log_level=level or ("off" if space.log is None else "audit"),
         json=space.json,
         log_prompts=space.log_prompts,
+        decode_ahead=space.decode_ahead,
     )

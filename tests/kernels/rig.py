@@ -179,17 +179,22 @@ class Rig:
         sample: Sampling | None = None,
         *,
         digests: bool = False,
+        ahead: int = 1,
     ) -> TokensDrawn:
-        """Compute the next n tokens of each sequence in one batch; logits for each one's last."""
+        """Compute the next n tokens of each sequence in one batch; logits for each one's last.
+
+        ``ahead`` tokens may be drawn of each: what it says comes after them is the caller's then.
+        """
         inputs: list[SequenceInput] = []
         for number, (sequence, count) in enumerate(work):
             stop = sequence.computed + count
             assert sequence.computed < stop <= len(sequence.tokens)
-            while len(sequence.pages) * self.schema.page_tokens < stop:
+            while len(sequence.pages) * self.schema.page_tokens < stop + ahead - 1:
                 sequence.pages.append(self._free_pages.pop())
             part = sequence.tokens[sequence.computed : stop]
             how = sample or Sampling()
-            inputs.append(SequenceInput(RequestId(number + 1), sequence.computed, part, how))
+            request = RequestId(number + 1)
+            inputs.append(SequenceInput(request, sequence.computed, part, how, ahead))
         # nothing is in flight in the rig, so the lease needs no members to wait for
         members = [sequence for sequence, _ in work]
         lease = StepLease(
@@ -203,9 +208,10 @@ class Rig:
         if self.device == "cuda":
             torch.cuda.synchronize()
         for row, ((sequence, count), tokens) in enumerate(zip(work, result.tokens(), strict=True)):
-            sequence.computed += count
+            drawn = [one.token for one in tokens]
+            sequence.computed += count + len(drawn) - 1
             sequence.logits.append(logits[row].to("cpu", copy=True))
-            sequence.drawn.append(tokens[0].token)
+            sequence.drawn += drawn
         return result
 
     def run_alone(self, sequence: RigSequence, chunks: Sequence[int]) -> None:

@@ -64,6 +64,7 @@ def random_config(rng: random.Random) -> EngineConfig:
         write_policy=rng.choice(("through", "through", "selective", "back")),
         eviction=rng.choice(("lru", "s3fifo")),
         load_or_recompute=rng.random() < 0.3,
+        decode_ahead=rng.choice((None, 2, 4, 20)),
     )
 
 

@@ -3,6 +3,8 @@
 # Triton's language has no types: what a kernel does with them is checked by its tests.
 """The best token of each row of logits, the lowest among equals; twin: ``torch.argmax``."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -29,7 +31,7 @@ def _best_of_block(
 
 @triton.jit
 def _best_of_row(
-    values, places, tokens, V: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    values, places, tokens, following, V: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(EARLY)
@@ -39,11 +41,27 @@ def _best_of_row(
     place = tl.load(places + n * COUNT + blocks, mask=blocks < COUNT, other=V)
     # a row of nothing but NaN has no best; token 0 is as good as any
     token = tl.min(tl.where(x == tl.max(x), place, V))
-    tl.store(tokens + n, tl.where(token < V, token, 0))
+    token = tl.where(token < V, token, 0)
+    tl.store(tokens + n, token)
+    if following is not None:
+        # every kernel of the step that reads these has ended
+        position = tl.load(following.positions + n)
+        tl.store(following.positions + n, position + 1, mask=position >= 0)
+        tl.store(following.tokens + n, token, mask=position >= 0)
 
 
-def greedy_tokens(logits: Tensor) -> Tensor:
-    """Return each row's best token, [N] int32. Shapes: logits [N, V] float32, contiguous."""
+class Following(NamedTuple):
+    """A decode step's positions and tokens, both [N] int32; a row that is none is at -1."""
+
+    positions: Tensor
+    tokens: Tensor
+
+
+def greedy_tokens(logits: Tensor, following: Following | None = None) -> Tensor:
+    """Return each row's best token, [N] int32. Shapes: logits [N, V] float32, contiguous.
+
+    A step that is ``following`` gets the tokens drawn, each one position further.
+    """
     num_rows, width = logits.shape
     count = triton.cdiv(width, _BLOCK)
     values = logits.new_empty((num_rows, count))
@@ -53,7 +71,8 @@ def greedy_tokens(logits: Tensor) -> Tensor:
         logits, values, places, V=width, BLOCK=_BLOCK, num_warps=8, **early_launch(_best_of_block)
     )
     _best_of_row[(num_rows,)](
-        values, places, tokens, V=width, COUNT=count, BLOCK=triton.next_power_of_2(count),
+        values, places, tokens, following, V=width, COUNT=count,
+        BLOCK=triton.next_power_of_2(count),
         **early_launch(_best_of_row),
         num_warps=1,
     )  # fmt: skip

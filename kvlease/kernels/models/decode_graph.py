@@ -1,8 +1,9 @@
 """Whole decode steps as CUDA graphs, one for each size of batch and page table.
 
 A graph reads its numbers (positions, tokens, slots, page tables) from one static buffer, so a step
-is one copy and one replay, with no allocation. Batches are filled up with rows at position -1,
-which read and write nothing.
+is one copy and one replay, with no allocation. It ends by moving them on, to the tokens that were
+drawn and the next positions, so that replays may follow each other. Batches are filled up with rows
+at position -1, which read and write nothing.
 """
 
 from collections.abc import Sequence
@@ -18,9 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlease.errors import LayoutMismatch
+from kvlease.kernels.gpu.greedy import Following
 from kvlease.kernels.gpu.step_rows import StepRows
 from kvlease.kernels.models.device_rows import Ints, LayerMemory, step_rows
 from kvlease.kernels.models.device_step import DeviceLayers, Pending
+from kvlease.kernels.placing import fetch
 from kvlease.protocols.schema import AnyLayer
 from kvlease.units import LayerId
 
@@ -153,25 +156,31 @@ class DecodeGraphs:
             raise LayoutMismatch("a pool's memory has moved under a captured decode step")
         return known
 
-    def run(self, numbers: DecodeNumbers, pool: PoolGraphs) -> tuple[Tensor, Tensor]:
-        """Run a step; return logits [B, V] float32 and best tokens [B] int32 of its B rows.
+    def run(
+        self, numbers: DecodeNumbers, pool: PoolGraphs, rounds: int
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run a step of B rows, each of its rounds on the best tokens of the one before.
 
-        Ownership: the results are the graph's own, valid in stream order until its next run.
+        Returns the last logits [B, V] float32, and the best tokens [B] int32 of each round in host
+        memory, true once the stream has got there. Ownership: the logits are the graph's own,
+        valid in stream order until its next run.
         """
         count, layout = len(numbers.positions), Layout(*numbers.bucket)
         staged = layout.place(numbers)
         found = pool.captured.get(layout)
         if found is None:
-            buffer = staged.to(self._layers.packed.weights.embed.device)
+            buffer = staged.to(self._layers.packed.weights.embed.device, copy=True)
             found = pool.captured[layout] = self._capture(buffer, layout, pool.layers)
-        else:
-            found.buffer.copy_(staged, non_blocking=True)
-        found.graph.replay()
-        return found.logits[:count], found.tokens[:count]
+        found.buffer.copy_(staged, non_blocking=True)
+        drawn: list[Tensor] = []
+        for _ in range(rounds):
+            found.graph.replay()
+            drawn.append(fetch(found.tokens[:count]))
+        return found.logits[:count], drawn
 
     def _capture(self, buffer: Tensor, layout: Layout, memory: Memory) -> _Captured:
         rows, tokens = layout.parts(buffer)
-        # the first run compiles; a step that runs twice leaves the same rows
+        # the first run compiles; the step that follows begins anew and leaves the same rows
         self._step(rows, tokens, memory)
         graph = torch.cuda.CUDAGraph()
         # graphs run one at a time, so all may use the same memory
@@ -187,4 +196,4 @@ class DecodeGraphs:
         for layer, part in memory:
             before = self._layers.layer(before, tokens, layer, part, rows, None)
         assert isinstance(before, Pending), "a model has layers"
-        return self._layers.finish(before)
+        return self._layers.finish(before, Following(rows.positions, tokens))

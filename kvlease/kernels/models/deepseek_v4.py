@@ -16,7 +16,12 @@ from kvlease.kernels.models.config import V4Config
 from kvlease.kernels.models.config_file import read_config
 from kvlease.kernels.models.embedded import EMBEDDED_CONFIG, RandomTensors
 from kvlease.kernels.models.loader import Checkpoint
-from kvlease.kernels.models.opening import open_layer_of, open_ready_step, stand_for_all
+from kvlease.kernels.models.opening import (
+    StepView,
+    open_layer_of,
+    open_ready_step,
+    stand_for_all,
+)
 from kvlease.kernels.models.step_run import CompiledRuns, Run, StepRun, TokensDrawn, WholeRun
 from kvlease.kernels.models.weights import ModelWeights, build_weights
 from kvlease.kernels.selftest import require_row_invariance
@@ -25,7 +30,7 @@ from kvlease.protocols.config import Device
 from kvlease.protocols.geometries import ComputeDtype, StoreFormat, deepseek_v4_schema
 from kvlease.protocols.ownership import StepLease
 from kvlease.protocols.ports import StepInput, Stream
-from kvlease.protocols.schema import Schema
+from kvlease.protocols.schema import AnyLayer, Schema
 
 _DTYPES: dict[ComputeDtype, torch.dtype] = {
     "float64": torch.float64,
@@ -125,11 +130,18 @@ class DeepseekV4:
             views = open_ready_step(lease, opened)
             stream.launch(partial(run.whole, views, lease.memory))
             return run.result
+        resolved: list[tuple[AnyLayer, StepView]] = []
         stream.launch(run.begin)
         for layer in layers:
             view = await open_layer_of(lease, layer, stream)
+            resolved.append((layer, view))
             stream.launch(partial(run.layer, layer, view))
         stream.launch(run.finish)
+        for _ in range(1, run.rounds):
+            stream.launch(run.begin)
+            for layer, view in resolved:
+                stream.launch(partial(run.layer, layer, view))
+            stream.launch(run.finish)
         return run.result
 
 

@@ -31,14 +31,14 @@ from kvlease.kernels.models.device_step import DeviceLayers, Pending
 from kvlease.kernels.models.device_weights import pack_weights, runs_on_kernels
 from kvlease.kernels.models.opening import StepView
 from kvlease.kernels.models.rehearsal import Rehearsal, rehearse
-from kvlease.kernels.models.step_run import TokensDrawn
+from kvlease.kernels.models.step_run import Collect, TokensDrawn
 from kvlease.kernels.models.weights import ModelWeights
 from kvlease.kernels.placing import fetch, place
 from kvlease.kernels.sampling_device import PendingDraw
 from kvlease.kernels.step_plan import Endings, StepPlan
 from kvlease.kernels.tiling import FAST
 from kvlease.kernels.views import RowIndex, pages_of, require_open, slots_of
-from kvlease.protocols.ports import SampledToken, Sampling, StepInput
+from kvlease.protocols.ports import SampledToken, StepInput
 from kvlease.protocols.schema import AnyLayer, Schema
 from kvlease.protocols.views import SlidingStepView, SparseStepView
 
@@ -60,6 +60,7 @@ class DeviceRun:
         self._windows: ChunkWindows | None = None
         self._rows: StepRows | None = None
         self._has_table = False
+        self.rounds = 1
         self.result = TokensDrawn()
 
     @property
@@ -157,44 +158,58 @@ class DeviceRun:
         asked = self._asked()
         if any(asked):
             last = place(torch.from_numpy(plan.last_rows[asked]), self._device)
-            logits, tokens = self._layers.finish(before.rows(last))
-            self._tell(logits, tokens, asked)
+            logits, tokens = self._layers.finish(before.rows(last), None)
+            best = partial(_name_tokens, fetch(tokens), range(len(tokens)))
+            self._tell(logits, [best], asked)
         else:
-            self.result.fill(list[SampledToken], asked, None)
+            self.result.fill([list[SampledToken]], asked, None)
         self._plan = self._before = self._tokens = self._rows = self._chunk = self._windows = None
 
     @torch.inference_mode()
     def whole(self, layers: Sequence[tuple[AnyLayer, StepView]], memory: object) -> None:
-        """Run a whole decode step, all of whose layers are resolved, by one captured graph."""
+        """Run a whole decode step, all of whose layers are resolved, by one captured graph.
+
+        Its replays go on from each other's tokens, as many as the step may return.
+        """
         sequences = self._inputs.sequences
         count = len(sequences)
+        ahead = min(part.may_produce for part in sequences) if self._is_greedy else 1
         positions = np.fromiter((part.start for part in sequences), np.int64, count)
         tokens = np.fromiter((part.tokens[0] for part in sequences), np.int64, count)
-        endings, index = Endings(np.arange(count), positions), RowIndex()
+        filled = (positions[:, None] + np.arange(ahead)).ravel()
+        endings, index = Endings(np.repeat(np.arange(count), ahead), filled), RowIndex()
         for _, view in layers:
             self._require_open(view, endings, index)
         numbers = _numbers(positions, tokens, [view for _, view in layers])
         opened = [(layer, open_layer(view)) for layer, view in layers]
-        logits, tokens = self._graphs.run(numbers, self._graphs.of(memory, opened))
+        logits, tokens = self._graphs.run(numbers, self._graphs.of(memory, opened), ahead)
         asked = self._asked()
-        if not all(asked):
-            rows = place(torch.tensor([n for n, asks in enumerate(asked) if asks]), self._device)
-            logits, tokens = logits.index_select(0, rows), tokens.index_select(0, rows)
-        self._tell(logits, tokens, asked)
+        rows = [row for row, asks in enumerate(asked) if asks]
+        if len(rows) < count:
+            logits = logits.index_select(
+                0, place(torch.tensor(rows, dtype=torch.int64), self._device)
+            )
+        self._tell(logits, [partial(_name_tokens, one, rows) for one in tokens], asked)
+
+    @property
+    def _is_greedy(self) -> bool:
+        """Whether nothing is asked for but the best token of each row."""
+        ways = (part.sample for part in self._inputs.sequences)
+        return not self._inputs.digests and all(way is None or way.is_greedy for way in ways)
 
     def _asked(self) -> list[bool]:
         return [part.sample is not None for part in self._inputs.sequences]
 
-    def _tell(self, logits: Tensor, tokens: Tensor, asked: Sequence[bool]) -> None:
-        """Draw in the stream's order and leave the result."""
-        sequences = self._inputs.sequences
-        how = [way for part in sequences if (way := part.sample) is not None]
-        if self._inputs.digests or not all(map(_is_greedy, how)):
+    def _tell(self, logits: Tensor, best: Sequence[Collect], asked: Sequence[bool]) -> None:
+        """Draw in the stream's order, unless each round's best tokens do; leave the result."""
+        if self._is_greedy:
+            self.result.fill(best, asked, logits)
+        else:
+            sequences = self._inputs.sequences
+            how = [way for part in sequences if (way := part.sample) is not None]
             places = [part.start + len(part.tokens) for part in compress(sequences, asked)]
             draw = PendingDraw(logits, how, places, digests=self._inputs.digests)
-            self.result.fill(draw.collect, asked, logits)
-        else:
-            self.result.fill(partial(_name_tokens, fetch(tokens)), asked, logits)
+            self.result.fill([draw.collect], asked, logits)
 
 
 def _numbers(
@@ -218,12 +233,9 @@ def _filled(table: NDArray[np.int64]) -> Ints:
     return filled
 
 
-def _name_tokens(tokens: Tensor) -> list[SampledToken]:
-    return [SampledToken(token) for token in cast("list[int]", tokens.tolist())]
-
-
-def _is_greedy(way: Sampling) -> bool:
-    return way.temperature == 0 and not way.banned and way.logprobs is None
+def _name_tokens(tokens: Tensor, rows: Sequence[int]) -> list[SampledToken]:
+    names = cast("list[int]", tokens.tolist())
+    return [SampledToken(names[row]) for row in rows]
 
 
 @final

@@ -7,7 +7,7 @@ launch that also multiplies the streams with that block's mixer.
 from attrs import frozen
 from torch import Tensor
 
-from kvlease.kernels.gpu.greedy import greedy_tokens
+from kvlease.kernels.gpu.greedy import Following, greedy_tokens
 from kvlease.kernels.gpu.products import multiply
 from kvlease.kernels.gpu.step_rows import StepRows
 from kvlease.kernels.gpu.streams import (
@@ -84,10 +84,13 @@ class DeviceLayers:
         streams, hidden, mixing = self._enter(between, packed.ffn_mixer, weights.ffn_norm)
         return Pending(streams, mix(hidden, tokens, packed, self.config), mixing)
 
-    def finish(self, last: Pending) -> tuple[Tensor, Tensor]:
-        """Return logits [N, V] float32 and each row's best token [N] int32."""
+    def finish(self, last: Pending, following: Following | None) -> tuple[Tensor, Tensor]:
+        """Return logits [N, V] float32 and each row's best token [N] int32.
+
+        ``following`` are a decode step's numbers, if they are to become the next one's.
+        """
         weights = self.packed.weights
         _, hidden, _ = self._enter(last, self.packed.head_mixer, weights.norm)
         parts = multiply(hidden, weights.head)
         logits = parts[0].float() if len(parts) == 1 else parts.sum(0)
-        return logits, greedy_tokens(logits)
+        return logits, greedy_tokens(logits, following)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvlease.kernels.formats import storage_dtype, storage_width
 from kvlease.kernels.gpu.few_rows import FEW
+from kvlease.kernels.gpu.greedy import Following
 from kvlease.kernels.gpu.step_rows import StepRows
 from kvlease.kernels.models.decode_graph import LEAST_PAGES, MAX_BUCKET, Layout, round_to_power
 from kvlease.kernels.models.device_attention import ChunkWindows
@@ -112,4 +113,5 @@ class _Parts:
         for layer, part in self._memory:
             before = self._layers.layer(before, tokens, layer, part, rows, windows)
         assert isinstance(before, Pending), "a model has layers"
-        self._layers.finish(before)
+        following = Following(rows.positions, tokens) if windows is None else None
+        self._layers.finish(before, following)

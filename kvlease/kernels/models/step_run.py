@@ -8,6 +8,7 @@ from itertools import compress
 from typing import Protocol, final, runtime_checkable
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from kvlease.errors import UsageError
@@ -28,31 +29,35 @@ from kvlease.kernels.tiling import Tiling, pad_rows
 from kvlease.protocols.ports import SampledToken, Sampling, StepInput
 from kvlease.protocols.schema import AnyLayer, Schema
 
+Collect = Callable[[], list[SampledToken]]
+"""Reads tokens that were drawn, once the stream's work is done."""
+
 
 @final
 class TokensDrawn:
     """A `StepResult`: what the step drew, once the stream's work is done."""
 
-    __slots__ = ("_asked", "_collect", "_tokens", "logits")
+    __slots__ = ("_asked", "_rounds", "_tokens", "logits")
 
     def __init__(self) -> None:
         """Empty until the step's last launch has run."""
-        self._collect: Callable[[], list[SampledToken]] | None = None
+        self._rounds: Sequence[Collect] = ()
         self._asked: Sequence[bool] = ()
         self._tokens: list[list[SampledToken]] | None = None
         self.logits: Tensor | None = None
 
     def fill(
         self,
-        collect: Callable[[], list[SampledToken]],
+        rounds: Sequence[Collect],
         asked: Sequence[bool],
         logits: Tensor | None,
     ) -> None:
         """Leave the result; called once, on the stream's worker.
 
-        ``collect`` returns the tokens of the sequences that asked for one, in order.
+        Each of ``rounds``, at least one, returns a token of every sequence that asked, in order.
+        ``logits`` are the last round's.
         """
-        self._collect, self._asked, self.logits = collect, asked, logits
+        self._rounds, self._asked, self.logits = rounds, asked, logits
 
     def tokens(self) -> Sequence[Sequence[SampledToken]]:
         """Return per sequence the tokens drawn.
@@ -61,15 +66,20 @@ class TokensDrawn:
             UsageError: the step's work has not ended; wait for its completion first.
         """
         if self._tokens is None:
-            if self._collect is None:
+            if not self._rounds:
                 raise UsageError("the step is still running; wait for its completion first")
-            drawn = iter(self._collect())
-            self._tokens = [[next(drawn)] if asked else [] for asked in self._asked]
+            drawn = zip(*(collect() for collect in self._rounds), strict=True)
+            self._tokens = [list(next(drawn)) if asked else [] for asked in self._asked]
         return self._tokens
 
 
 class Run(Protocol):
     """A step on a stream: one launch to begin, one a layer, one to finish."""
+
+    @property
+    def rounds(self) -> int:
+        """How often to make all launches: each round goes on from the tokens of the one before."""
+        ...
 
     @property
     def result(self) -> TokensDrawn:
@@ -85,7 +95,7 @@ class Run(Protocol):
         ...
 
     def finish(self) -> None:
-        """Draw tokens and leave the result."""
+        """Draw tokens; in the last round leave the result."""
         ...
 
 
@@ -127,12 +137,21 @@ class CompiledRuns(Protocol):
 
 def _launch_draw(
     logits: Tensor, how: Sequence[Sampling], places: Sequence[int], *, digests: bool
-) -> Callable[[], list[SampledToken]]:
+) -> Collect:
     """Draw at once on the CPU, in the stream's order on a device; return how to read the tokens."""
     if logits.device.type == "cpu":
         drawn = sample_tokens(logits, how, places, digests=digests)
         return lambda: drawn
     return PendingDraw(logits, how, places, digests=digests).collect
+
+
+def _following(inputs: StepInput, drawn: Sequence[SampledToken]) -> StepInput:
+    """Return the step that goes on from one's tokens."""
+    sequences = tuple(
+        evolve(part, start=part.start + len(part.tokens), tokens=(one.token,))
+        for part, one in zip(inputs.sequences, drawn, strict=True)
+    )
+    return evolve(inputs, sequences=sequences)
 
 
 @final
@@ -155,6 +174,10 @@ class StepRun:
         self._inputs = inputs
         self._context: AttentionContext | None = None
         self._streams: Tensor | None = None
+        self._drawn: list[Collect] = []
+        # on a device nobody would know the tokens in time
+        ahead = min(part.may_produce for part in inputs.sequences)
+        self.rounds = ahead if weights.embed.device.type == "cpu" else 1
         self.result = TokensDrawn()
 
     @torch.inference_mode()
@@ -192,7 +215,7 @@ class StepRun:
         ctx, streams = self._state()
         sequences = self._inputs.sequences
         asked = [part.sample is not None for part in sequences]
-        collect: Callable[[], list[SampledToken]] = list[SampledToken]
+        collect: Collect = list[SampledToken]
         logits: Tensor | None = None
         if any(asked):
             rows = place(torch.from_numpy(ctx.plan.last_rows[asked]), ctx.plan.device)
@@ -201,7 +224,11 @@ class StepRun:
             places = [part.start + len(part.tokens) for part in compress(sequences, asked)]
             collect = _launch_draw(logits, how, places, digests=self._inputs.digests)
         self._streams = self._context = None
-        self.result.fill(collect, asked, logits)
+        self._drawn.append(collect)
+        if len(self._drawn) == self.rounds:
+            self.result.fill(self._drawn, asked, logits)
+        else:
+            self._inputs = _following(self._inputs, collect())
 
     def _logits(self, streams: Tensor) -> Tensor:
         """Return logits [S, V] of streams [S, streams, hidden], in the accumulating dtype."""

@@ -43,7 +43,12 @@ class Prompts:
 
 
 def open_bench_engine(
-    model: ModelRunner, device_pages: int, host_pages: int, sessions: int
+    model: ModelRunner,
+    device_pages: int,
+    host_pages: int,
+    sessions: int,
+    *,
+    decode_ahead: int | None = None,
 ) -> AbstractAsyncContextManager[Engine]:
     """Open an engine on the current CUDA device that always restores what the host has."""
     options = EngineConfig(
@@ -55,6 +60,7 @@ def open_bench_engine(
         chunk_tokens=4096,
         exact=False,
         load_or_recompute=False,
+        decode_ahead=decode_ahead,
     )
     return kvlease.open_engine(model, options)
 

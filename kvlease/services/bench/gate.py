@@ -1,8 +1,8 @@
 """What the gate costs in a decode step: the host opens the step, beside the step itself.
 
 Measured inside a running engine, on the thread that does it there, by the function that does it
-there, with all layers ready; the step is the time between two tokens. ``benchmarks/gate.py``
-measures the same on a CPU, with the rest of what gating does.
+there, with all layers ready; the step is the time between two tokens, each of a step of its own.
+``benchmarks/gate.py`` measures the same on a CPU, with the rest of what gating does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def measure(_: Ceilings) -> Iterator[Figure | Skipped]:
 async def _measure() -> list[Figure]:
     model = TimesTheGate(random_model(flash_config(), "fp8"))
     figures: list[Figure] = []
-    async with open_bench_engine(model, 512, 64, max(_BATCHES)) as engine:
+    sessions = max(_BATCHES)
+    async with open_bench_engine(model, 512, 64, sessions, decode_ahead=1) as engine:
         prompts = Prompts.for_model(model)
         base = prompts.of(_CONTEXT)
         await answer(engine, base + prompts.of(1), 1)  # so that a tail is kept behind the context

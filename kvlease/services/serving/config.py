@@ -121,6 +121,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("engine.max_sessions", "--sessions", "answers computed at the same time"),
     Setting("engine.max_queue", "--max-queue", "answers that wait for their turn"),
     Setting("engine.chunk_tokens", "--chunk-tokens", "prompt tokens that one step takes"),
+    Setting("engine.decode_ahead", "--decode-ahead", "tokens an answer that one step may draw"),
     Setting("engine.request_timeout_s", "--request-timeout", "for one answer", "SECONDS"),
     Setting("engine.load_timeout_s", "--load-timeout", "for one load from a tier", "SECONDS"),
     Setting("engine.audit_rate", "--audit-rate", "share of pages that are summed", "RATE"),

@@ -4,7 +4,6 @@ import gc
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,8 +44,13 @@ def make_model(config: V4Config, fmt: StoreFormat, device: str, *, by_kernels: b
     return model
 
 
-def drive(model: DeepseekV4, steps: int, seed: int) -> tuple[list[torch.Tensor], list[int]]:
-    """Chunks of two prompts, then both decoded together, with the tokens the caller fixed."""
+def drive(
+    model: DeepseekV4, steps: int, seed: int, ahead: Sequence[int] = ()
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Chunks of two prompts, then both decoded together, with the tokens the caller fixed.
+
+    Then on with the tokens drawn, so many as ``ahead`` says in a step; logits of the last alone.
+    """
     rng = random.Random(seed)
     rig = Rig(model)
     first = rig.start([rng.randrange(CONFIG.vocab_size) for _ in range(LENGTH)])
@@ -56,6 +60,12 @@ def drive(model: DeepseekV4, steps: int, seed: int) -> tuple[list[torch.Tensor],
     rig.step([(second, 1), (first, 3)])
     for _ in range(steps):
         rig.step([(first, 1), (second, 1)])
+    for count in ahead:
+        for one in (first, second):
+            one.tokens[one.computed :] = one.drawn[-1:]
+        rig.step([(first, 1), (second, 1)], ahead=count)
+    for one in (first, second):
+        del one.logits[-len(ahead) : -1]
     return first.logits + second.logits, first.drawn + second.drawn
 
 
@@ -72,29 +82,31 @@ def test_chunks_and_decode_steps_agree_with_plain_torch(fmt: StoreFormat, device
 
 
 class LaunchesAgain:
-    """What a graph is, without a device that has any: the same launches over the same buffers."""
+    """What a captured step is, without a device that has any: the same launches over its buffer."""
 
-    def __init__(self, step: Callable[[], tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, buffer: Tensor, step: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        self.graph = self
+        self.buffer = buffer
         self._step = step
         self.logits, self.tokens = step()
 
     def replay(self) -> None:
-        logits, tokens = self._step()
-        self.logits.copy_(logits)
-        self.tokens.copy_(tokens)
+        self.logits, self.tokens = self._step()
 
 
 def _capture(graphs: DecodeGraphs, buffer: Tensor, layout: Layout, memory: Memory) -> object:
     rows, tokens = layout.parts(buffer)
-    graph = LaunchesAgain(partial(graphs._step, rows, tokens, memory))
-    return SimpleNamespace(graph=graph, buffer=buffer, logits=graph.logits, tokens=graph.tokens)
+    return LaunchesAgain(buffer, partial(graphs._step, rows, tokens, memory))
 
 
 @pytest.mark.slow
 def test_a_whole_step_gives_the_bits_of_its_layers(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first whole step opens every layer, later ones one for all; the log hears of all."""
+    """The first whole step opens every layer, later ones one for all; the log hears of all.
+
+    The last one draws three tokens.
+    """
     if device == "cuda":
         pytest.skip("there are graphs here: see the next test")
     opened: list[list[tuple[int, int, int]]] = []
@@ -110,15 +122,15 @@ def test_a_whole_step_gives_the_bits_of_its_layers(
 
     plain = DeviceRun.whole
     model = make_model(CONFIG, "fp8", device, by_kernels=True)
-    launched = drive(model, 3, seed=2)
+    launched = drive(model, 3, seed=2, ahead=(1, 1, 1))
     monkeypatch.setattr(StepLease, "close", close)
     monkeypatch.setattr(DecodeGraphs, "_capture", _capture)
     monkeypatch.setattr(DeviceRun, "whole", whole)
     monkeypatch.setattr(DeviceRun, "fits_a_graph", property(_is_decode))
-    replayed = drive(model, 3, seed=2)
+    replayed = drive(model, 3, seed=2, ahead=(3,))
     assert replayed[1] == launched[1]
     assert all(torch.equal(a, b) for a, b in zip(replayed[0], launched[0], strict=True))
-    assert leases == [4, 1, 1]
+    assert leases == [4, 1, 1, 1]
     assert set(map(tuple, opened)) == {((0, 4, 0),)}
 
 
@@ -130,13 +142,16 @@ def _is_decode(run: DeviceRun) -> bool:
 def test_a_graph_gives_the_bits_of_its_launches(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replay, filled up with rows that are none, and the same step layer by layer."""
+    """A replay, filled up with rows that are none, and the same step layer by layer.
+
+    Then several replays in a row, and a step for each of their tokens.
+    """
     if device != "cuda":
         pytest.skip("needs a CUDA device")
     model = make_model(CONFIG, "fp8", device, by_kernels=True)
-    replayed = drive(model, 40, seed=2)
+    replayed = drive(model, 40, seed=2, ahead=(1, 4, 7, 2))
     monkeypatch.setattr(DeviceRun, "fits_a_graph", False)
-    launched = drive(model, 40, seed=2)
+    launched = drive(model, 40, seed=2, ahead=(1,) * 14)
     assert replayed[1] == launched[1]
     assert all(torch.equal(a, b) for a, b in zip(replayed[0], launched[0], strict=True))
 

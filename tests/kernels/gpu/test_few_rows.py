@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kvlease.kernels.gpu.few_experts import mix_few
 from kvlease.kernels.gpu.few_rows import multiply_few
-from kvlease.kernels.gpu.greedy import greedy_tokens
+from kvlease.kernels.gpu.greedy import Following, greedy_tokens
 from kvlease.kernels.gpu.route_rows import pack_router, route_rows
 from kvlease.kernels.gpu.step_rows import projected
 from kvlease.kernels.moe import ExpertWeights, mix_experts
@@ -108,3 +108,12 @@ def test_greedy_choice(device: str) -> None:
     logits[2, 8999:] = 50.0
     logits[3, :5000] = -torch.inf
     assert torch.equal(greedy_tokens(logits).long(), logits.argmax(dim=1))
+
+
+def test_the_tokens_drawn_are_the_next_step(device: str) -> None:
+    """Rows at -1 are none: they stay as they are, and so does what lies beside."""
+    logits = torch.randn(4, 300, device=device)
+    numbers = torch.tensor([[7, -1, 0, 40, 9], [1, 2, 3, 4, 5]], device=device, dtype=torch.int32)
+    tokens = greedy_tokens(logits, Following(numbers[0, :4], numbers[1, :4]))
+    best: list[int] = tokens.tolist()
+    assert numbers.tolist() == [[8, -1, 1, 41, 9], [best[0], 2, best[2], best[3], 5]]
