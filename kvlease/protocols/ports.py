@@ -4,14 +4,14 @@ Each port has a CPU implementation in ``runtime`` (a worker thread), a CUDA one 
 methods, and simulated ones in tests; faults are injected by wrapping a port, never in product code.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, final, runtime_checkable
 
 import msgspec
-from attrs import frozen
+from attrs import evolve, frozen
 
 from kvlease.errors import UsageError
 from kvlease.protocols.schema import Schema
@@ -153,6 +153,14 @@ class StepInput:
     sequences: tuple[SequenceInput, ...]
     digests: bool = False
     """Whether to return a hash of each sampled row of logits, for bit-exact comparison."""
+
+    def following(self, tokens: Iterable[int]) -> "StepInput":
+        """Return the step that goes on from a token drawn of each sequence."""
+        sequences = tuple(
+            evolve(part, start=part.start + len(part.tokens), tokens=(token,))
+            for part, token in zip(self.sequences, tokens, strict=True)
+        )
+        return evolve(self, sequences=sequences)
 
 
 class SampledToken(msgspec.Struct, frozen=True, gc=False):

@@ -8,7 +8,6 @@ from itertools import compress
 from typing import Protocol, final, runtime_checkable
 
 import torch
-from attrs import evolve
 from torch import Tensor
 
 from kvlease.errors import UsageError
@@ -145,15 +144,6 @@ def _launch_draw(
     return PendingDraw(logits, how, places, digests=digests).collect
 
 
-def _following(inputs: StepInput, drawn: Sequence[SampledToken]) -> StepInput:
-    """Return the step that goes on from one's tokens."""
-    sequences = tuple(
-        evolve(part, start=part.start + len(part.tokens), tokens=(one.token,))
-        for part, one in zip(inputs.sequences, drawn, strict=True)
-    )
-    return evolve(inputs, sequences=sequences)
-
-
 @final
 class StepRun:
     """The hidden state of one step and how each launch advances it."""
@@ -228,7 +218,7 @@ class StepRun:
         if len(self._drawn) == self.rounds:
             self.result.fill(self._drawn, asked, logits)
         else:
-            self._inputs = _following(self._inputs, collect())
+            self._inputs = self._inputs.following(one.token for one in collect())
 
     def _logits(self, streams: Tensor) -> Tensor:
         """Return logits [S, V] of streams [S, streams, hidden], in the accumulating dtype."""

@@ -120,19 +120,46 @@ class _Running:
 
 @final
 class _Step:
-    """What the layers of one step share: its sequences, and the places that they fill."""
+    """What the layers of one step share: its sequences, and the places that they fill.
+
+    Also its result, once its last launch has run.
+    """
 
     def __init__(self, inputs: StepInput) -> None:
+        self.index = RowIndex()
+        self.everyone = torch.arange(len(inputs.sequences))
+        self.column = self.everyone.unsqueeze(1)
+        self._before: list[tuple[SampledToken, ...]] = [()] * len(inputs.sequences)
+        self._begin(inputs)
+
+    def _begin(self, inputs: StepInput) -> None:
+        self._inputs = inputs
         self.running = [
             _Running(part, list(part.tokens), hashlib.blake2b(digest_size=8))
             for part in inputs.sequences
         ]
-        self.index = RowIndex()
-        self.everyone = torch.arange(len(self.running))
-        self.column = self.everyone.unsqueeze(1)
         self.longest = max(part.start for part in inputs.sequences)
         self._rows: dict[int, _Places] = {}
         self._rings: dict[int, _Places] = {}
+
+    def go_on(self) -> None:
+        """Begin another round on the tokens that this one has drawn."""
+        self._before = self.tokens()
+        self._begin(self._inputs.following(mine[-1].token for mine in self._before))
+
+    def tokens(self) -> list[tuple[SampledToken, ...]]:
+        """Return per sequence the tokens drawn, each with a digest of all that it depends on."""
+        return [
+            (*before, *self._draw(one))
+            for before, one in zip(self._before, self.running, strict=True)
+        ]
+
+    def _draw(self, one: _Running) -> tuple[SampledToken, ...]:
+        if one.part.sample is None:
+            return ()
+        digest = one.digest.digest()
+        token = int.from_bytes(digest[:4], "little") % VOCAB_SIZE
+        return (SampledToken(token, digest=digest if self._inputs.digests else None),)
 
     def rows(self, tokens_per_row: int) -> "_Places":
         """Return which rows of a span the step completes."""
@@ -183,26 +210,6 @@ class _Handles:
 
 
 @final
-class _Drawn:
-    """The tokens of one step; read after its launches have run."""
-
-    def __init__(self, inputs: StepInput, running: Sequence[_Running]) -> None:
-        self._inputs = inputs
-        self._running = running
-
-    def tokens(self) -> Sequence[Sequence[SampledToken]]:
-        """Return per sequence the token drawn, with a digest of all that it depends on."""
-        return [self._draw(one) for one in self._running]
-
-    def _draw(self, one: _Running) -> Sequence[SampledToken]:
-        if one.part.sample is None:
-            return ()
-        digest = one.digest.digest()
-        token = int.from_bytes(digest[:4], "little") % VOCAB_SIZE
-        return (SampledToken(token, digest=digest if self._inputs.digests else None),)
-
-
-@final
 class WitnessModel(OneByteModel):
     """A `ModelRunner` that reads everything it may and mixes it into its answers; greedy only."""
 
@@ -214,16 +221,22 @@ class WitnessModel(OneByteModel):
             "witness", geometry, page_tokens, vocab_size=VOCAB_SIZE, positions=MAX_POSITIONS
         )
 
-    async def forward(self, inputs: StepInput, lease: StepLease, stream: Stream) -> _Drawn:
+    async def forward(self, inputs: StepInput, lease: StepLease, stream: Stream) -> _Step:
         """Resolve every layer in turn and launch its work.
 
         Checkpoints: only where a layer's lease waits. Raises TransferFailed as the leases do.
         """
         step = _Step(inputs)
+        opened: list[tuple[AnyLayer, _Handles]] = []
         for layer in self.schema.layers:
             handles = _handles(await open_layer_of(lease, layer, stream))
+            opened.append((layer, handles))
             stream.launch(partial(_run_layer, layer, handles, step))
-        return _Drawn(inputs, step.running)
+        for _ in range(1, min(part.may_produce for part in inputs.sequences)):
+            stream.launch(step.go_on)
+            for layer, handles in opened:
+                stream.launch(partial(_run_layer, layer, handles, step))
+        return step
 
 
 def _handles(view: StepView) -> _Handles:

@@ -224,6 +224,7 @@ def _config(rng: random.Random) -> EngineConfig:
         load_or_recompute=False,
         load_timeout_s=LOAD_TIMEOUT_S,
         request_timeout_s=REQUEST_TIMEOUT_S,
+        decode_ahead=rng.choice((None, 3)),
     )
 
 
