@@ -4,8 +4,8 @@ Orders are closures over tensors and index tensors; the runtime runs them on a s
 learns from each how many bytes it moved. The kinds differ only in which stores they join.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
 from itertools import chain, pairwise
 from typing import NamedTuple, cast
 
@@ -13,12 +13,9 @@ import numpy as np
 import torch
 from attrs import define
 
-from kvlease.pools.carriage import Direction, Move, carry
-from kvlease.pools.joined_orders import all_of
+from kvlease.pools.carriage import Direction
 from kvlease.pools.prefix_node import CacheTier
-from kvlease.pools.records import Records
 from kvlease.pools.storage import (
-    Part,
     RingStore,
     SpanStore,
     TailStore,
@@ -87,10 +84,7 @@ def span_parts(
     pages: tuple[torch.Tensor, torch.Tensor],
 ) -> Iterator[Numbered]:
     """Yield what moves pages from ends[0] to ends[1], pages [n] int64 at each end."""
-    records = ends[0].records or ends[1].records
-    carrier = None if records is None else records.carrier
-    move = None if carrier is None else carrier.pages(kind, *pages)
-    return _numbered(ends, pages, records, move)
+    return _numbered(ends, pages)
 
 
 def tail_parts(
@@ -100,17 +94,12 @@ def tail_parts(
     slots: tuple[torch.Tensor, torch.Tensor],
 ) -> Iterator[Numbered]:
     """Yield what moves kept tails between tiers, slots [n] int64 at each end."""
-    records = ends[1].records
-    carrier = None if records is None else records.carrier
-    move = None if carrier is None else carrier.tails(kind, *slots)
-    return _numbered(ends, slots, records, move)
+    return _numbered(ends, slots)
 
 
 def _numbered(
     ends: tuple[SpanStore, SpanStore] | tuple[TailStore, TailStore],
     numbers: tuple[torch.Tensor, torch.Tensor],
-    records: Records | None,
-    move: Move | None,
 ) -> Iterator[Numbered]:
     """Yield the parts of numbered pages or slots, [n] int64 at each end.
 
@@ -120,13 +109,9 @@ def _numbered(
     from_ids, to_ids = numbers
     count = from_ids.numel()  # a tensor's len() costs more than the rest of a part
     for part, name, unit in source.parts:
-        rows, nbytes = target.memory[name], count * unit
-        if move is None or records is None:
-            here = source.memory[name]
-            run = partial(mover(here, rows), here, from_ids, rows, to_ids)
-        else:
-            run = partial(carry, move, records.groups_of[name], nbytes)
-        yield Numbered(part, nbytes, run, rows, to_ids)
+        rows, here = target.memory[name], source.memory[name]
+        run = partial(mover(here, rows), here, from_ids, rows, to_ids)
+        yield Numbered(part, count * unit, run, rows, to_ids)
 
 
 def span_orders(
@@ -138,44 +123,13 @@ def span_orders(
 ) -> Iterator[CopyOrder]:
     """Yield the orders that move pages from ends[0] to ends[1], pages [n] int64 at each end.
 
-    One for each component, or for each group of layers where a carrier moves them.
+    One for each component.
     """
-    records = ends[0].records or ends[1].records
-    if records is None or records.carrier is None:
-        parts = span_parts(schema, kind, ends, pages)
-        return (_order(transfer, kind, (part,)) for part in parts)
-    move = records.carrier.pages(kind, *pages)
-    ranges = records.ranges(pages[0].numel())
-    return _group_orders(transfer, kind, ends, pages, records, ranges, move)
-
-
-def _group_orders(
-    transfer: TransferId,
-    kind: Direction,
-    ends: tuple[SpanStore, SpanStore] | tuple[TailStore, TailStore],
-    numbers: tuple[torch.Tensor, torch.Tensor],
-    records: Records,
-    ranges: Iterable[tuple[int, int]],
-    move: Move,
-) -> Iterator[CopyOrder]:
-    count, places = numbers[0].numel(), partial(_numbers, numbers[1])
-    tier = _tier_read(kind)
-    for groups in ranges:
-        nbytes, sizes = records.nbytes(groups, count), partial(records.sizes, groups, count)
-        run, parts = partial(carry, move, groups[0], nbytes), records.parts(groups)
-        target = partial(_grouped_bytes, ends[1].memory, records.names[slice(*groups)], numbers[1])
-        yield CopyOrder(transfer, kind, tier, parts, nbytes, run, sizes, places, target)
+    return (_order(transfer, kind, (part,)) for part in span_parts(schema, kind, ends, pages))
 
 
 def _tier_read(kind: Direction) -> CacheTier:
     return "host" if kind == "load" else "device"
-
-
-def _grouped_bytes(
-    memory: Mapping[Part, torch.Tensor], groups: Iterable[Sequence[Part]], ids: torch.Tensor
-) -> list[memoryview]:
-    names = chain.from_iterable(groups)
-    return [piece for name in names for piece in _numbered_bytes(memory[name], ids)]
 
 
 def tail_orders(
@@ -187,15 +141,9 @@ def tail_orders(
 ) -> Iterator[CopyOrder]:
     """Yield the orders that move kept tails between tiers, slots [n] int64 at each end.
 
-    One for each component, or for each group of layers where a carrier moves them.
+    One for each component.
     """
-    records = ends[1].records
-    if records is None or records.carrier is None:
-        parts = tail_parts(schema, kind, ends, slots)
-        return (_order(transfer, kind, (part,)) for part in parts)
-    move = records.carrier.tails(kind, *slots)
-    each = [(group, group + 1) for group in range(len(records.groups))]
-    return _group_orders(transfer, kind, ends, slots, records, each, move)
+    return (_order(transfer, kind, (part,)) for part in tail_parts(schema, kind, ends, slots))
 
 
 def store_orders(transfer: TransferId, parts: Iterable[Numbered]) -> tuple[CopyOrder, ...]:
@@ -205,7 +153,7 @@ def store_orders(transfer: TransferId, parts: Iterable[Numbered]) -> tuple[CopyO
 
 
 def _order(transfer: TransferId, kind: Direction, parts: Sequence[Numbered]) -> CopyOrder:
-    moved = parts[0].part if len(parts) == 1 else all_of(tuple([one.part for one in parts]))
+    moved = parts[0].part if len(parts) == 1 else _all_of(tuple([one.part for one in parts]))
     return CopyOrder(
         transfer,
         kind,
@@ -217,6 +165,15 @@ def _order(transfer: TransferId, kind: Direction, parts: Sequence[Numbered]) -> 
         partial(_places, parts),
         partial(_target, parts),
     )
+
+
+@lru_cache(1024)
+def _all_of(parts: tuple[CopyParts, ...]) -> CopyParts:
+    """Return the parts of several orders, which come in layer order, as those of one.
+
+    Remembered: the parts are the same objects in every plan that moves them.
+    """
+    return CopyParts(tuple(chain.from_iterable(parts)))
 
 
 def _run_all(parts: Sequence[Numbered]) -> int:
@@ -263,9 +220,6 @@ def keep_tails(
     in host memory.
     """
     rings, tails = stores
-    if tails.records is not None and tails.records.carrier is not None:
-        tails.records.carrier.keep(slots, tail_slots, boundaries)
-        return
     device = rings.device
     to_slots = on_device(tail_slots, device)
     places: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -341,38 +295,18 @@ def resume_orders(
     tails: tuple[CacheTier, TailStore, int],
     rings: tuple[RingStore, int],
     boundary: int,
-    ranges: Sequence[tuple[int, int]] = (),
 ) -> Iterator[CopyOrder]:
     """Yield the orders that fill a sequence's rings from a tier's tail at token ``boundary``.
 
-    One for each component. A carrier moves all at once: then there is one order, or one for each
-    of the ``ranges`` of groups that pages of the same load come in.
+    One for each component.
     """
     tier, store, tail_slot = tails
     ring_store, slot = rings
     places = partial(list[int], (slot,))
-    way = partial(_resumption, store, ring_store, (tail_slot, slot, boundary))
-    records = store.records
-    if records is None or records.carrier is None:
-        for parts, part, nbytes in store.parts:
-            one, sizes = way(part), partial(list[int], (nbytes,))
-            yield CopyOrder(transfer, kind, tier, parts, nbytes, one.run, sizes, places, one.memory)
-        return
-    move = records.carrier.resume(tier, tail_slot, slot, boundary)
-    for groups in ranges or [(0, len(records.groups))]:
-        nbytes, sizes = records.nbytes(groups, 1), partial(records.sizes, groups, 1)
-        run, parts = partial(carry, move, groups[0], nbytes), records.parts(groups)
-        target = partial(_resumed_bytes, way, records.names[slice(*groups)])
-        yield CopyOrder(transfer, kind, tier, parts, nbytes, run, sizes, places, target)
-
-
-def _resumption(
-    store: TailStore, rings: RingStore, numbers: tuple[int, int, int], part: Part
-) -> _Resumption:
-    return _Resumption(store.memory[part], rings.ring(*part), *numbers)
-
-
-def _resumed_bytes(
-    way: Callable[[Part], _Resumption], groups: Iterable[Sequence[Part]]
-) -> list[memoryview]:
-    return [piece for name in chain.from_iterable(groups) for piece in way(name).memory()]
+    for parts, part, nbytes in store.parts:
+        kept, ring = store.memory[part], ring_store.ring(*part)
+        one, sizes = (
+            _Resumption(kept, ring, tail_slot, slot, boundary),
+            partial(list[int], (nbytes,)),
+        )
+        yield CopyOrder(transfer, kind, tier, parts, nbytes, one.run, sizes, places, one.memory)

@@ -53,7 +53,8 @@ class Memory:
         """Allocate everything; raises ConfigError when there is not enough memory.
 
         ``where`` the device's memory is. If that is a GPU, host memory is pinned, and what crosses
-        the link lies in records; `carried_by` then says who moves them.
+        the link lies in records, and ``carrier`` moves them; whoever makes it sets it, before the
+        first transfer.
         """
         pinned = where != "cpu"
         # Copy engines want the device's number, which the name alone does not have.
@@ -72,17 +73,12 @@ class Memory:
         self.device_tail_slots = PageBook("device tails", sizes.device_tails)
         self.host_tail_slots = PageBook("host tails", sizes.host_tails)
         self.slots = PageBook("sequence slots", sizes.slots)
+        self.carrier: Carrier | None = None
         self.sums: SumBook | None = None
         """What audited copies were summed to; they go when the index lets the copies go."""
         if poison:
             self.spans.poison_all()
             self.host_spans.poison_all()
-
-    def carried_by(self, carrier: Carrier) -> None:
-        """Take note of who moves records between the tiers; before the first transfer."""
-        for store in (self.host_spans, self.host_tails, self.tails):
-            if store.records is not None:
-                store.records.carrier = carrier
 
     def book(self, tier: CacheTier) -> PageBook:
         """Return the book of one tier's pages."""

@@ -8,25 +8,17 @@ a byte or waits.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Literal, final
 
 from kvlease.errors import InternalError, PagesUnavailable
 from kvlease.pools.audit import tail_place
-from kvlease.pools.copies import (
-    Numbered,
-    index_tensor,
-    resume_orders,
-    span_orders,
-    span_parts,
-    store_orders,
-    tail_orders,
-    tail_parts,
-)
+from kvlease.pools.carriage import Resumed
+from kvlease.pools.copies import index_tensor
 from kvlease.pools.held import Held, PlannedTransfer
-from kvlease.pools.joined_orders import in_layer_order, odd_parts
 from kvlease.pools.memory import Memory
+from kvlease.pools.orders import Lifted, Orders, odd_parts
 from kvlease.pools.page_book import Blocker
 from kvlease.pools.prefix_index import PrefixIndex
 from kvlease.pools.prefix_node import CacheTier, Node, Tail
@@ -51,6 +43,7 @@ class Transfers:
         """Borrows the memory and the index for the life of the pool."""
         self._memory = memory
         self._index = index
+        self._orders = Orders(memory)
         self._sink = sink
         self._next_lease = next_lease
         self._last_id = 0
@@ -70,42 +63,38 @@ class Transfers:
         """
         if match.host_pages == 0 and match.tail is None:
             return None
-        memory = self._memory
         planned = self._blank("load", (held.cursor,), request)
-        pages = memory.device.take(held.reservation, match.host_pages)
-        source = array("i", chain.from_iterable(n.host.pages or () for n in match.to_load))
-        attached = self._index.attach_device(match, pages, planned) if pages else None
-        assert attached is None or not attached.unused, "nobody loads between match and plan"
-        memory.device.seal(pages)
-        if memory.sums is not None:
-            memory.sums.copied("host", zip(source, pages, strict=True))
+        self._attach(planned, match, self._memory.device.take(held.reservation, match.host_pages))
         held.lease.pages[:] = match.pages
-        orders: list[Iterator[CopyOrder]] = []
-        if pages:
-            ends = (index_tensor(source), index_tensor(pages))
-            if memory.poison:
-                memory.spans.poison_pages(ends[1])
-            stores = (memory.host_spans, memory.spans)
-            orders.append(span_orders(memory.schema, planned.id, "load", stores, ends))
+        resumed = None
         if match.tail is not None:
-            orders.append(self._resume(planned, match, held.lease.slot))
+            tier, tail = tail_place(match.tail)
+            boundary = match.num_pages * self._memory.schema.page_tokens
+            resumed = Resumed(tier, tail, held.lease.slot, boundary)
             planned.tails = (match.tail,)
             planned.reader = held.lease.id
             self._index.pin_tail(match.tail)
-        planned.source, planned.destination = source, pages
-        return self._enter(planned, in_layer_order(chain.from_iterable(orders)))
+        return self._enter(planned, self._load_orders(planned, resumed))
 
-    def _resume(self, planned: PlannedTransfer, match: Match, slot: int) -> Iterator[CopyOrder]:
-        """Orders that bring the kept tail, from the nearest tier that has it, into the rings."""
-        tail, memory = match.tail, self._memory
-        assert tail is not None
-        tier, tail_slot = tail_place(tail)
-        kept = (tier, memory.tails if tier == "device" else memory.host_tails, tail_slot)
-        boundary = match.num_pages * memory.schema.page_tokens
-        rings = (memory.rings, slot)
-        records = memory.host_spans.records
-        ranges = records.ranges(match.host_pages) if records and match.host_pages else ()
-        return resume_orders(memory.schema, planned.id, "load", kept, rings, boundary, ranges)
+    def _attach(self, planned: PlannedTransfer, match: Match, pages: array[int]) -> None:
+        """Name both ends of a load: it fills the pages, which the index shows from now on."""
+        memory = self._memory
+        planned.source = array("i", chain.from_iterable(n.host.pages or () for n in match.to_load))
+        planned.destination = pages
+        if not pages:
+            return
+        attached = self._index.attach_device(match, pages, planned)
+        assert not attached.unused, "nobody loads between match and plan"
+        memory.device.seal(pages)
+        if memory.sums is not None:
+            memory.sums.copied("host", zip(planned.source, pages, strict=True))
+        if memory.poison:
+            memory.spans.poison_pages(index_tensor(pages))
+
+    def _load_orders(
+        self, planned: PlannedTransfer, tail: Resumed | Lifted | None
+    ) -> tuple[CopyOrder, ...]:
+        return self._orders.load(planned.id, (planned.source, planned.destination), tail)
 
     def plan_prefetch(self, match: Match) -> PlannedTransfer | None:
         """Plan what a matched prefix needs to be whole on the device, for nobody in particular.
@@ -119,25 +108,12 @@ class Transfers:
             return None
         pages = memory.device.acquire(match.host_pages)
         planned = self._blank("load", (match.cursor,), 0)
-        source = array("i", chain.from_iterable(n.host.pages or () for n in match.to_load))
-        orders: list[Iterator[CopyOrder]] = []
-        if pages:
-            self._index.attach_device(match, pages, planned)
-            memory.device.seal(pages)
-            if memory.sums is not None:
-                memory.sums.copied("host", zip(source, pages, strict=True))
-            ends = (index_tensor(source), index_tensor(pages))
-            if memory.poison:
-                memory.spans.poison_pages(ends[1])
-            stores = (memory.host_spans, memory.spans)
-            orders.append(span_orders(memory.schema, planned.id, "load", stores, ends))
-        if wants_tail and tail is not None:
-            orders.extend(self._lift_tail(planned, tail))
-        planned.source, planned.destination = source, pages
-        return self._enter(planned, in_layer_order(chain.from_iterable(orders)))
+        self._attach(planned, match, pages)
+        lifted = self._lift_tail(planned, tail) if wants_tail and tail is not None else None
+        return self._enter(planned, self._load_orders(planned, lifted))
 
-    def _lift_tail(self, planned: PlannedTransfer, tail: Tail) -> list[Iterator[CopyOrder]]:
-        """Orders that copy a kept tail from the host, if the device has a slot for it."""
+    def _lift_tail(self, planned: PlannedTransfer, tail: Tail) -> Lifted | None:
+        """Take a slot for a kept tail of the host, if the device has one."""
         memory, slots, source = self._memory, self._memory.device_tail_slots, tail.host.slot
         self._index.pin_tail(tail)
         slots.reclaim()
@@ -145,18 +121,14 @@ class Transfers:
             memory.evict(self._index.evict_tails(1, "device"), "device")
         if not slots.available or source is None:
             memory.take_back(self._index.unpin_tail(tail))
-            return []
+            return None
         target = slots.acquire(1)
         slots.seal(target)
         self._index.attach_tail_device(tail, target[0], planned)
         if memory.sums is not None:
             memory.sums.tails_copied("host", [(source, target[0])])
         planned.tails = (tail,)
-        stores, ends = (
-            (memory.host_tails, memory.tails),
-            (index_tensor([source]), index_tensor(target)),
-        )
-        return [tail_orders(memory.schema, planned.id, "load", stores, ends)]
+        return Lifted(source, target[0])
 
     def plan_copy(self, match: Match) -> PlannedTransfer | None:
         """Plan the copy to the host of what a matched prefix has on the device alone.
@@ -223,20 +195,17 @@ class Transfers:
             memory.host.seal(pages)
             if memory.sums is not None:
                 memory.sums.copied("device", zip(source, pages, strict=True))
-        parts: list[Iterator[Numbered]] = []
-        if source:
-            ends = (index_tensor(source), index_tensor(pages))
-            parts.append(
-                span_parts(memory.schema, "store", (memory.spans, memory.host_spans), ends)
-            )
-        parts.extend(self._store_tails(planned, wanted))
+        kept = self._store_tails(planned, wanted)
         planned.source, planned.destination = source, pages
-        return self._enter(planned, store_orders(planned.id, chain.from_iterable(parts)))
+        return self._enter(planned, self._orders.store(planned.id, (source, pages), kept))
 
     def _store_tails(
         self, planned: PlannedTransfer, tails: Sequence[Tail]
-    ) -> list[Iterator[Numbered]]:
-        """As many of the tails as the host has slots for; each is pinned meanwhile."""
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """Take host slots for as many of the tails as there are; each is pinned meanwhile.
+
+        Returns the slots at both ends.
+        """
         memory, slots = self._memory, self._memory.host_tail_slots
         slots.reclaim()
         short = len(tails) - slots.available
@@ -249,7 +218,7 @@ class Transfers:
                 source.append(tail.device.slot)
                 chosen.append(tail)
         if not chosen:
-            return []
+            return (), ()
         target = slots.acquire(len(chosen))
         slots.seal(target)
         for tail, slot in zip(chosen, target, strict=True):
@@ -258,9 +227,7 @@ class Transfers:
         if memory.sums is not None:
             memory.sums.tails_copied("device", zip(source, target, strict=True))
         planned.tails = tuple(chosen)
-        stores = (memory.tails, memory.host_tails)
-        ends = (index_tensor(source), index_tensor(target))
-        return [tail_parts(memory.schema, "store", stores, ends)]
+        return source, target
 
     def _host_room(self, num_pages: int) -> None:
         host = self._memory.host

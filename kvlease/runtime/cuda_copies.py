@@ -22,8 +22,7 @@ def give_carrier(memory: Memory) -> None:
     """
     from kvlease.kernels.gpu.carrier import Carrier
 
-    carrier = Carrier(_page_ends(memory), _tail_ends(memory), memory.rings.device)
-    memory.carried_by(carrier)
+    memory.carrier = Carrier(_page_ends(memory), _tail_ends(memory), memory.rings.device)
 
 
 def _page_ends(memory: Memory) -> PageEnds:

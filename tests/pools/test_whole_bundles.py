@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvlease.errors import InternalError, LeaseMoved
-from kvlease.pools import transfers
+from kvlease.pools import orders
 from kvlease.pools.copies import span_orders
 from kvlease.protocols.ports import CopyOrder
 from tests.museum.rig import PAGE, SCHEMAS, Bench, tokens_of
@@ -21,10 +21,10 @@ def test_a_plan_without_a_component_is_refused(name: str, monkeypatch: pytest.Mo
     skipped = next(span.name for layer in SCHEMAS[name].layers for span in layer.spans)
 
     def forgetful(*args: object) -> Iterator[CopyOrder]:
-        orders = span_orders(*args)  # type: ignore[arg-type]
-        return (order for order in orders if order.component != skipped)
+        whole = span_orders(*args)  # type: ignore[arg-type]
+        return (order for order in whole if order.component != skipped)
 
-    monkeypatch.setattr(transfers, "span_orders", forgetful)
+    monkeypatch.setattr(orders, "span_orders", forgetful)
     with pytest.raises(InternalError, match=skipped):
         bench.start(PROMPT)
 

@@ -53,57 +53,73 @@ class TailEnds:
     pieces: tuple[TailPiece, ...]
 
 
-@final
-class PageMove:
-    """The pages of one transfer on their way; each group is queued once, by who asks first."""
+Ends = tuple[Sequence[int], Sequence[int]]
+"""Pages, or tails, at the source and at the destination, in the same order."""
+Resumed = tuple[Literal["device", "host"], int, int, int]
+"""A kept tail's tier and number, the slot whose rings it fills, and its boundary in tokens."""
+_HEAD = 4
+"""Numbers before those of pages, which stay at a multiple of 16 bytes: slot, tail and boundary."""
 
-    __slots__ = ("_device", "_host", "_mover", "_pages", "_queued", "_ranges")
+
+@final
+class LoadMove:
+    """The pages of one load on their way, and the kept tail that fills a slot's rings.
+
+    All numbers cross the link once, in one piece.
+    """
+
+    __slots__ = ("_host", "_main", "_mover", "_numbers", "_pages", "_table")
 
     def __init__(
-        self, mover: PageMover, host: Tensor, device: Tensor, ranges: Sequence[tuple[int, int]]
+        self, mover: PageMover, pages: Ends, tail: Resumed | None, table: TailTable | None
     ) -> None:
-        """Take page numbers at both ends, [n] int64 in host memory, in the same order.
-
-        ``ranges`` are the groups that move together, first and one past the last.
-        """
+        """Copy the numbers; ``table`` is that of the tail's tier."""
         self._mover = mover
-        self._host = host
-        self._device = device
+        self._table = table
+        self._host = np.array(pages[0], dtype=np.int64)
+        self._numbers = np.empty(_HEAD + len(pages[1]), dtype=np.int64)
+        self._numbers[_HEAD:] = pages[1]
+        if tail is not None:
+            _, number, slot, boundary = tail
+            self._numbers[:_HEAD] = slot, number, boundary, 0
+        self._main: torch.cuda.Stream | None = None
         self._pages: MovedPages | None = None
-        self._ranges = ranges
-        self._queued: set[int] = set()
 
-    def queue(self, group: int) -> None:
-        """Queue a group's records on the current stream, and those that move with them."""
-        if group in self._queued:
-            return
-        groups = next(pair for pair in self._ranges if group < pair[1])
-        self._queued.update(range(*groups))
-        main = torch.cuda.current_stream()
-        if self._pages is None:
-            self._pages = MovedPages(self._host.numpy(), _uploaded(self._device, main))
-            self._mover.begin(main)
-        self._mover.move(groups, self._pages, main)
+    def queue(self, groups: tuple[int, int]) -> None:
+        """Queue groups of all pages on the current stream; the tail goes before the first."""
+        main = self._main or self._begin()
+        if self._pages is not None:
+            self._mover.move(groups, self._pages, main)
+
+    def _begin(self) -> torch.cuda.Stream:
+        main = self._main = torch.cuda.current_stream()
+        numbers = _uploaded(torch.from_numpy(self._numbers), main)
+        if self._table is not None:
+            move_tails(self._table, numbers, 1, main, to_records=False)
+        if len(self._host):
+            self._pages = MovedPages(self._host, numbers[_HEAD:])
+        return main
 
 
 @final
-class ResumeMove:
-    """One kept tail on its way into a running sequence's rings; it moves all at once."""
+class StoreMove:
+    """The pages of one store on their way, in as few pieces as the staging slots allow."""
 
-    __slots__ = ("_is_queued", "_numbers", "_table")
+    __slots__ = ("_device", "_host", "_mover", "_ranges")
 
-    def __init__(self, table: TailTable, numbers: Tensor) -> None:
-        """Take ring slot, tail and boundary, [3, 1] int64 in host memory."""
-        self._table = table
-        self._numbers = numbers
-        self._is_queued = False
+    def __init__(self, mover: PageMover, pages: Ends, ranges: Sequence[tuple[int, int]]) -> None:
+        """Copy the numbers; ``ranges`` are all groups, as they move together."""
+        self._mover = mover
+        self._ranges = ranges
+        self._device, self._host = (np.array(numbers, dtype=np.int64) for numbers in pages)
 
-    def queue(self, group: int) -> None:
-        """Queue all rows on the current stream, unless that was done."""
-        if not self._is_queued:
-            self._is_queued = True
-            self._numbers = _uploaded(self._numbers, torch.cuda.current_stream())
-            move_tails(self._table, self._numbers, to_records=False)
+    def queue(self, groups: tuple[int, int]) -> None:
+        """Queue whole records on the current stream."""
+        main = torch.cuda.current_stream()
+        pages = MovedPages(self._host, _uploaded(torch.from_numpy(self._device), main))
+        self._mover.begin(main)
+        for pair in self._ranges:
+            self._mover.move(pair, pages, main)
 
 
 @final
@@ -112,19 +128,14 @@ class TailMove:
 
     __slots__ = ("_engine", "_from", "_is_queued", "_source", "_target", "_to")
 
-    def __init__(
-        self,
-        ends: tuple[Tensor, Tensor],
-        engine: CopyEngine,
-        numbers: tuple[Tensor, Tensor],
-    ) -> None:
-        """Take what is read and what is written, and tail numbers there, [n] int64."""
+    def __init__(self, ends: tuple[Tensor, Tensor], engine: CopyEngine, tails: Ends) -> None:
+        """Take what is read and what is written; copy the numbers."""
         self._source, self._target = ends
         self._engine = engine
-        self._from, self._to = (tails.numpy().astype(np.uint64) for tails in numbers)
+        self._from, self._to = (np.array(numbers, dtype=np.uint64) for numbers in tails)
         self._is_queued = False
 
-    def queue(self, group: int) -> None:
+    def queue(self, groups: tuple[int, int]) -> None:
         """Queue all records on the current stream, unless that was done."""
         if self._is_queued:
             return
@@ -176,40 +187,35 @@ class Carrier:
         main = torch.cuda.current_stream()
         for mover in self._movers.values():
             mover.warm_up(main)
-        nobody = torch.zeros((3, 1), dtype=torch.int64, device=device)
+        nobody = torch.zeros(3, dtype=torch.int64, device=device)
         for table in self._tables.values():
-            move_tails(table, nobody, to_records=False)
+            move_tails(table, nobody, 1, main, to_records=False)
         if self._tails is not None:
-            move_tails(self._tables["device"], nobody, to_records=True)
+            move_tails(self._tables["device"], nobody, 1, main, to_records=True)
         main.synchronize()
 
-    def pages(self, direction: Direction, from_pages: Tensor, to_pages: Tensor) -> PageMove:
-        """Return the move of pages, numbers [n] int64 in host memory at each end."""
-        mover = self._movers[direction]
-        if direction == "store":
-            return PageMove(mover, to_pages, from_pages, self._whole)
-        ranges = move_ranges(self._group_nbytes, len(from_pages))
-        return PageMove(mover, from_pages, to_pages, ranges)
+    def load(self, pages: Ends, tail: Resumed | None) -> LoadMove:
+        """Return the move of host pages, if any, and of a kept tail into the rings of its slot."""
+        table = None if tail is None else self._tables[tail[0]]
+        return LoadMove(self._movers["load"], pages, tail, table)
 
-    def resume(
-        self, tier: Literal["device", "host"], tail: int, slot: int, boundary: int
-    ) -> ResumeMove:
-        """Return the move of a tier's kept tail into a ring slot."""
-        return ResumeMove(self._tables[tier], torch.tensor([[slot], [tail], [boundary]]))
+    def store(self, pages: Ends) -> StoreMove:
+        """Return the move of pages to the host."""
+        return StoreMove(self._movers["store"], pages, self._whole)
 
-    def tails(self, direction: Direction, from_tails: Tensor, to_tails: Tensor) -> TailMove:
-        """Return the move of kept tails, numbers [n] int64 in host memory at each end."""
+    def tails(self, direction: Direction, tails: Ends) -> TailMove:
+        """Return the move of kept tails to the device or to the host."""
         assert self._tails is not None, "a carrier without tails"
         ends = self._tails.device, self._tails.host
         if direction == "load":
             ends = ends[1], ends[0]
-        return TailMove(ends, self._movers[direction].ring.engine, (from_tails, to_tails))
+        return TailMove(ends, self._movers[direction].ring.engine, tails)
 
     def keep(self, slots: Tensor, tails: Tensor, boundaries: Tensor) -> None:
         """Keep running sequences' state, [K] int64 in host memory each, on the current stream."""
-        numbers = torch.stack((slots, tails, boundaries))
-        on_device = _uploaded(numbers, torch.cuda.current_stream())
-        move_tails(self._tables["device"], on_device, to_records=True)
+        main, count = torch.cuda.current_stream(), len(slots)
+        numbers = _uploaded(torch.cat((slots, tails, boundaries)), main)
+        move_tails(self._tables["device"], numbers, count, main, to_records=True)
 
 
 def _uploaded(numbers: Tensor, stream: torch.cuda.Stream) -> Tensor:

@@ -8,6 +8,7 @@ one copy 4 to 6 us, at 50.9, 54.1, 54.7 and 55; as rows of 16 copies 50 us, at 3
 """
 
 import ctypes
+import threading
 from typing import final
 
 import numpy as np
@@ -57,6 +58,7 @@ class CopyEngine:
         self._rows_at = ctypes.addressof(self._rows)
         self._set_context = driver.cuCtxSetCurrent
         self._context = ctypes.c_void_p()
+        self._thread = 0
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # makes the device's context the current one
             driver.cuCtxGetCurrent(ctypes.byref(self._context))
@@ -68,6 +70,13 @@ class CopyEngine:
         if self._tells_failed:
             self._rest.append(ctypes.addressof(failed_one))
         self._reserve(_FIRST_CAPACITY)
+
+    def _enter(self) -> None:
+        """Make the device's context current in the calling thread, once."""
+        thread = threading.get_ident()
+        if thread != self._thread:
+            self._set_context(self._context)
+            self._thread = thread
 
     def _reserve(self, count: int) -> None:
         self._arrays = np.empty((3, count), dtype=np.uint64)
@@ -94,7 +103,7 @@ class CopyEngine:
         np.add(target[1][first:last], target[0], out=arrays[0, :count])
         np.add(source[1][first:last], source[0], out=arrays[1, :count])
         arrays[2, :count] = sizes[first:last]
-        self._set_context(self._context)
+        self._enter()
         error = self._copy(*self._addresses, count, *self._rest, stream.cuda_stream)
         if error:
             raise OperatingError(
@@ -119,7 +128,7 @@ class CopyEngine:
         """
         rows = self._rows
         rows[_WIDTH], rows[_TARGET_PITCH], rows[_SOURCE_PITCH] = sizes
-        self._set_context(self._context)
+        self._enter()
         for number in range(*part):
             rows[_TARGET] = target[0] + int(target[1][number])
             rows[_SOURCE] = source[0] + int(source[1][number])

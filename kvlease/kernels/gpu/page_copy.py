@@ -13,12 +13,13 @@ groups of layers, a part of each record, may be moved without the rest.
 from collections.abc import Sequence
 from itertools import accumulate
 from math import gcd
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from kvlease.kernels.gpu.launches import Launches
 
 TILE = 4096
 NUM_WARPS = 16
@@ -104,8 +105,8 @@ class RecordTable:
         self.pairs = step == 16
         self.width = min(step, 8)
         self.word = _WORDS[self.width]
-        self.compiled: dict[tuple[bool, torch.dtype], Any] = {}
-        """The kernel by direction and dtype of pages: launching it costs less than finding it."""
+        self.launches = {to_records: Launches(_move, NUM_WARPS) for to_records in (False, True)}
+        """The kernel by direction."""
         lines: list[tuple[int, ...]] = []
         self.edges = [0]
         for group in facts:
@@ -137,13 +138,14 @@ def move_records(
     """Move groups[0] to groups[1] - 1 of pages[part[0]:part[1]], on a stream.
 
     Between the pools and that part of each record, packed: what lies beside it does not come along.
-    Shapes: pages [n] int32 or int64 on the device; records one dimension of bytes, 16-byte aligned.
+    Shapes: pages [n] int64 on the device, 16-byte aligned; records one dimension of bytes, too.
     """
     first, last = part
     first_tile, end = table.edges[groups[0]], table.edges[groups[1]]
     begin, stop = table.bounds[groups[0]], table.bounds[groups[1]]
-    grid = max(1, min(programs, (last - first) * (end - first_tile))), 1, 1
-    given = (
+    table.launches[to_records](
+        max(1, min(programs, (last - first) * (end - first_tile))),
+        stream,
         table.lines,
         pages,
         records.view(table.word),
@@ -157,10 +159,3 @@ def move_records(
         table.pairs,
         TILE,
     )
-    kind = to_records, pages.dtype
-    compiled = table.compiled.get(kind)
-    if compiled is None:
-        with torch.cuda.stream(stream):
-            table.compiled[kind] = _move[grid](*given, num_warps=NUM_WARPS)
-    else:
-        compiled[grid](*given, stream=stream.cuda_stream)

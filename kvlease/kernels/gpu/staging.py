@@ -58,15 +58,15 @@ class Cut:
 class MovedPages:
     """The pages of one transfer at both ends, in one order; keeps how they are cut into copies."""
 
-    __slots__ = ("_cuts", "_runs", "count", "device", "host")
+    __slots__ = ("_breaks", "_cuts", "count", "device", "host")
 
     def __init__(self, host: npt.NDArray[np.int64], device: Tensor) -> None:
-        """Take page numbers: ``host`` [n], and ``device`` [n] int32 or int64 on the device."""
+        """Take page numbers, [n] int64: ``host``, and ``device`` on the device."""
         self.host = host
         self.device = device
         self.count = len(host)
-        starts = [0, *(np.flatnonzero(host[1:] != host[:-1] + 1) + 1).tolist(), self.count]
-        self._runs = list(pairwise(starts))
+        self._breaks = np.flatnonzero(host[1:] != host[:-1] + 1) + 1
+        """Where no neighbour follows on the host."""
         self._cuts: dict[int, Cut] = {}
 
     def cut(self, nbytes: int, record_nbytes: int, slot_nbytes: int) -> Cut:
@@ -75,28 +75,28 @@ class MovedPages:
         if found is None:
             # neighbours on the host are one piece; of parts of records, one copy of several rows
             is_part = nbytes < record_nbytes
-            apart = is_part and self.count * nbytes < len(self._runs) * LEAST_COPY_NBYTES
+            apart = is_part and self.count * nbytes < (len(self._breaks) + 1) * LEAST_COPY_NBYTES
             way = self._cut_pages if apart else self._cut_runs
             found = self._cuts[nbytes] = way(nbytes, record_nbytes, slot_nbytes // nbytes)
         return found
 
     def _cut_pages(self, nbytes: int, record_nbytes: int, per_slot: int) -> Cut:
-        chunks = [
-            (first, min(first + per_slot, self.count)) for first in range(0, self.count, per_slot)
-        ]
-        return Cut(
-            on_host=self.host.astype(np.uint64) * np.uint64(record_nbytes),
-            in_slot=np.arange(self.count, dtype=np.uint64) % per_slot * nbytes,
-            sizes=np.full(self.count, nbytes, dtype=np.uint64),
-            by_rows=False,
-            chunks=[chunk + chunk for chunk in chunks],
-        )
+        count = self.count
+        in_slot = np.arange(count, dtype=np.uint64)
+        if per_slot < count:
+            in_slot %= per_slot
+        in_slot *= nbytes
+        on_host = self.host.astype(np.uint64)
+        on_host *= record_nbytes
+        sizes = np.full(count, nbytes, dtype=np.uint64)
+        chunks = [(first, min(first + per_slot, count)) for first in range(0, count, per_slot)]
+        return Cut(on_host, in_slot, sizes, False, [chunk + chunk for chunk in chunks])
 
     def _cut_runs(self, nbytes: int, record_nbytes: int, per_slot: int) -> Cut:
         by_rows = nbytes < record_nbytes
         pieces: list[tuple[int, int, int]] = []
         edges: list[int] = []
-        for start, end in self._runs:
+        for start, end in pairwise([0, *self._breaks.tolist(), self.count]):
             host = int(self.host[start]) - start
             while start < end:
                 if start % per_slot == 0:

@@ -19,6 +19,8 @@ import triton.language as tl
 from attrs import frozen
 from torch import Tensor
 
+from kvlease.kernels.gpu.launches import Launches
+
 TILE = 2048
 NUM_WARPS = 8
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
@@ -86,6 +88,10 @@ class TailTable:
         for piece in pieces:
             lines.extend(_tiles(records, piece, width))
         self.lines = torch.tensor(lines, dtype=torch.int64).to(device)
+        self.launches = {
+            to_records: Launches(_move_rows, NUM_WARPS) for to_records in (False, True)
+        }
+        """The kernel by direction."""
 
 
 def _numbers(records: Tensor, pieces: Sequence[TailPiece]) -> list[int]:
@@ -114,21 +120,15 @@ def _tiles(records: Tensor, piece: TailPiece, width: int) -> list[tuple[int, ...
     return [(*facts, at) for at in range(0, piece.kept_rows * row_words, TILE)]
 
 
-def move_tails(table: TailTable, numbers: Tensor, *, to_records: bool) -> None:
-    """Move kept rows between rings and records, on the current stream.
+def move_tails(
+    table: TailTable, numbers: Tensor, count: int, stream: torch.cuda.Stream, *, to_records: bool
+) -> None:
+    """Move the kept rows of ``count`` tails between rings and records, on a stream.
 
-    Shapes: numbers [3, K] int64 on the device, one stretch: ring slot, tail, boundary in tokens
-    (one column for each tail).
+    Shapes: numbers int64 on the device, 16-byte aligned: ring slots, tails, and boundaries in
+    tokens, [count] each.
     """
-    count, num_tiles = numbers.shape[1], len(table.lines)
+    num_tiles = len(table.lines)
     if num_tiles:
-        _move_rows[(count * num_tiles,)](
-            table.lines,
-            numbers,
-            count,
-            num_tiles,
-            to_records=to_records,
-            dtype=table.dtype,
-            tile=TILE,
-            num_warps=NUM_WARPS,
-        )
+        given = table.lines, numbers, count, num_tiles, to_records, table.dtype, TILE
+        table.launches[to_records](count * num_tiles, stream, *given)

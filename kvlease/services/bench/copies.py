@@ -8,7 +8,9 @@ scattered one by one. Rates count the components' bytes once.
 from __future__ import annotations
 
 import statistics
+from array import array
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from torch import Tensor
 from kvlease.kernels.gpu.carrier import Carrier, PageEnds
 from kvlease.kernels.gpu.staging import Direction
 from kvlease.protocols.geometries import StoreFormat, deepseek_v4_schema
-from kvlease.protocols.host_layout import page_groups, record_nbytes
+from kvlease.protocols.host_layout import move_ranges, page_groups, record_nbytes
 from kvlease.services.bench.ceilings import Ceilings
 from kvlease.services.bench.figure import Figure, Spread
 from kvlease.services.bench.flash import flash_config
@@ -51,6 +53,7 @@ class _World:
         self._formats = formats
         groups = page_groups(schema)
         self._num_groups = len(groups)
+        self._ranges = move_ranges([group.nbytes for group in groups], _NUM_PAGES)
         self._host = torch.empty(
             _HOST_PAGES, record_nbytes(groups), dtype=torch.uint8, pin_memory=True
         )
@@ -69,14 +72,18 @@ class _World:
         starts = torch.randperm(_HOST_PAGES // run)[: _NUM_PAGES // run] * run
         host = (starts.unsqueeze(1) + torch.arange(run)).flatten()
         device = torch.randperm(_NUM_PAGES)
-        sides = (host, device) if direction == "load" else (device, host)
+        on_host = array("i", cast("list[int]", host.tolist()))
+        on_device = array("i", cast("list[int]", device.tolist()))
 
         def move() -> None:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                pages = self._carrier.pages(direction, *sides)
-                for group in range(self._num_groups):
-                    pages.queue(group)
+                if direction == "load":
+                    load = self._carrier.load((on_host, on_device), None)
+                    for groups in self._ranges:
+                        load.queue(groups)
+                else:
+                    self._carrier.store((on_device, on_host)).queue((0, self._num_groups))
             torch.cuda.current_stream().wait_stream(self._stream)
 
         return move

@@ -1,5 +1,6 @@
 """A carrier's orders move the same bytes as plain copies, over an engine's own memory."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import get_args
 
@@ -8,15 +9,10 @@ import torch
 from torch import Tensor
 
 from kvlease.kernels.gpu import carrier
-from kvlease.pools.copies import (
-    index_tensor,
-    keep_tails,
-    resume_orders,
-    span_orders,
-    tail_orders,
-)
-from kvlease.pools.joined_orders import in_layer_order
+from kvlease.pools.carriage import Resumed
+from kvlease.pools.copies import index_tensor, keep_tails
 from kvlease.pools.memory import Memory, PoolSizes
+from kvlease.pools.orders import Lifted, Orders
 from kvlease.pools.prefix_node import CacheTier
 from kvlease.pools.storage import RingStore, SpanStore, TailStore, span_components, tail_components
 from kvlease.protocols import host_layout
@@ -101,7 +97,7 @@ def copies(parts: dict[Part, Tensor]) -> dict[Part, Tensor]:
     return {part: rows.cpu().clone() for part, rows in parts.items()}
 
 
-def run(orders: list[CopyOrder]) -> None:
+def run(orders: Sequence[CopyOrder]) -> None:
     assert orders
     for order in orders:
         assert order.run() == order.nbytes
@@ -119,14 +115,13 @@ def test_pages_go_to_the_host_and_come_back_elsewhere(memory: Memory, pages: lis
     on_host, on_device = spans(memory.host_spans, schema), spans(memory.spans, schema)
     host, device = scramble(on_host), scramble(on_device)
     places, back = [5, 6, 0, 2, 8, 7, 1][: len(pages)], [3, 1, 4, 0, 2, 6, 8][: len(pages)]
-    way = index_tensor(pages), index_tensor(places)
-    ends = memory.spans, memory.host_spans
-    run(list(span_orders(schema, ID, "store", ends, way)))
+    orders = Orders(memory)
+    run(orders.store(ID, (pages, places), ((), ())))
     for part, rows in host.items():
         rows[places] = device[part][pages]
     same(copies(on_host), host)
     same(copies(on_device), device)
-    run(list(span_orders(schema, ID, "load", ends[::-1], (way[1], index_tensor(back)))))
+    run(orders.load(ID, (places, back), None))
     for part, rows in device.items():
         rows[back] = host[part][places]
     same(copies(on_device), device)
@@ -146,7 +141,8 @@ def test_tails_are_kept_stored_lifted_and_resumed(
         plain[0].ring(*part).copy_(rows)
     before = copies(on_device)
     slots, tails, boundaries = (index_tensor(n) for n in ([2, 0], [1, 3], [boundary, 32]))
-    keep_tails(schema, (memory.rings, memory.tails), slots, tails, boundaries)
+    assert memory.carrier is not None
+    memory.carrier.keep(slots, tails, boundaries)
     keep_tails(schema, plain, slots, tails, boundaries)
     for part, rows in before.items():
         rows[[1, 3]] = plain[1].kept(*part)[[1, 3]]
@@ -154,20 +150,19 @@ def test_tails_are_kept_stored_lifted_and_resumed(
 
     on_host = kept(memory.host_tails, schema)
     host = scramble(on_host)
-    ends = memory.tails, memory.host_tails
-    run(list(tail_orders(schema, ID, "store", ends, (index_tensor([1]), index_tensor([2])))))
+    orders, none = Orders(memory), ((), ())
+    run(orders.store(ID, none, ([1], [2])))
     for part, rows in host.items():
         rows[2] = before[part][1]
     same(copies(on_host), host)
-    run(list(tail_orders(schema, ID, "load", ends[::-1], (index_tensor([2]), index_tensor([0])))))
+    run(orders.load(ID, none, Lifted(2, 0)))
     for part, rows in before.items():
         rows[0] = host[part][2]
     same(copies(on_device), before)
 
     after = scramble(running)
-    store, tail = (memory.tails, 0) if tier == "device" else (memory.host_tails, 2)
-    from_tier = tier, store, tail
-    run(list(resume_orders(schema, ID, "load", from_tier, (memory.rings, 1), boundary)))
+    tail = 0 if tier == "device" else 2
+    run(orders.load(ID, none, Resumed(tier, tail, 1, boundary)))
     for (layer, name), rows in after.items():
         found = next(t for n, t in tail_components(schema) if (n, t.name) == (layer, name))
         positions = torch.arange(max(0, boundary - found.kept_rows), boundary)
@@ -182,17 +177,8 @@ def test_a_load_of_pages_and_a_tail_has_one_order_for_each_group(
     memory: Memory, where: str
 ) -> None:
     schema = memory.schema
-    way = index_tensor([3, 1]), index_tensor([0, 5])
-    stores, rest = (memory.host_spans, memory.spans), ((memory.rings, 1), 32)
-    pages = list(span_orders(schema, ID, "load", stores, way))
-    if where == "rings":
-        assert memory.host_spans.records is not None
-        ranges = memory.host_spans.records.ranges(2)
-        tail = list(resume_orders(schema, ID, "load", ("device", memory.tails, 2), *rest, ranges))
-    else:
-        tails = (memory.host_tails, memory.tails), (index_tensor([1]), index_tensor([0]))
-        tail = list(tail_orders(schema, ID, "load", *tails))
-    orders = in_layer_order([*pages, *tail])
+    tail = Resumed("device", 2, 1, 32) if where == "rings" else Lifted(1, 0)
+    orders = Orders(memory).load(ID, ([3, 1], [0, 5]), tail)
     num_groups = 3 if host_layout.MOVE_NBYTES == 1 else 1
     assert len({order.layer for order in orders}) == num_groups
     parts = [(part.layer, part.component) for order in orders for part in order.parts]
@@ -200,11 +186,9 @@ def test_a_load_of_pages_and_a_tail_has_one_order_for_each_group(
     assert set(parts) == schema.parts(spans=True, tails=True)
     assert [layer for layer, _ in parts] == sorted(layer for layer, _ in parts)
     for one, other in pairwise(orders):
-        # A layer of its own may have two; those begin together, and are recorded together.
-        alone = one.layer == one.last_layer == other.layer == other.last_layer
-        assert alone or one.last_layer < other.layer
+        assert one.last_layer < other.layer
     on_host = scramble(spans(memory.host_spans, schema))
-    run(list(orders))
+    run(orders)
     for part, rows in copies(spans(memory.spans, schema)).items():
         assert torch.equal(rows[[0, 5]], on_host[part][[3, 1]])
 
@@ -212,8 +196,7 @@ def test_a_load_of_pages_and_a_tail_has_one_order_for_each_group(
 def test_a_model_without_tails_and_a_host_without_pages_have_a_carrier(device: str) -> None:
     dense = made_memory(gqa_schema(3, 2, 16, 8, "float32"), device, PoolSizes(4, 4, 0, 0, 2))
     on_host = scramble(spans(dense.host_spans, dense.schema))
-    way, stores = (index_tensor([2]), index_tensor([3])), (dense.host_spans, dense.spans)
-    run(list(span_orders(dense.schema, ID, "load", stores, way)))
+    run(Orders(dense).load(ID, ([2], [3]), None))
     for part, rows in copies(spans(dense.spans, dense.schema)).items():
         assert torch.equal(rows[3], on_host[part][2])
     made_memory(SCHEMAS["fp8"], device, PoolSizes(4, 0, 2, 0, 2))

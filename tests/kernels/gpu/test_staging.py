@@ -62,7 +62,7 @@ def test_records_arrive_whole_and_alone(
     ring = StagingRing(torch.device(device), 3 * sum(GROUPS), 2, -1)
     mover = PageMover(direction, host, table, ring, programs=2)
     device_pages = torch.randperm(12)[: len(host_pages)]
-    pages = MovedPages(np.array(host_pages, dtype=np.int64), device_pages.int().to(device))
+    pages = MovedPages(np.array(host_pages, dtype=np.int64), device_pages.to(device))
     old_host = host.clone()
     old_pools = [[pool.clone() for pool in group] for group in pools]
 

@@ -33,6 +33,7 @@ def kept(piece: TailPiece, records: Tensor) -> Tensor:
     return rows.view(-1, piece.kept_rows, piece.kept_width)
 
 
+@pytest.mark.usefixtures("streams")
 @pytest.mark.parametrize("dtypes", [2, 3, 4])
 @pytest.mark.parametrize("boundaries", [[32], [3, 40, 64]], ids=["one", "one-short"])
 def test_tails_are_kept_and_brought_back(device: str, dtypes: int, boundaries: list[int]) -> None:
@@ -43,7 +44,8 @@ def test_tails_are_kept_and_brought_back(device: str, dtypes: int, boundaries: l
     old = records.clone()
     table = TailTable(records, pieces, torch.device(device))
 
-    move_tails(table, numbers, to_records=True)
+    here, count = torch.cuda.current_stream(), len(boundaries)
+    move_tails(table, numbers, count, here, to_records=True)
 
     written = torch.zeros(6, nbytes, dtype=torch.bool, device=device)
     for piece in pieces:
@@ -60,7 +62,7 @@ def test_tails_are_kept_and_brought_back(device: str, dtypes: int, boundaries: l
     before = [piece.rings.clone() for piece in pieces]
     for piece in pieces:
         piece.rings.fill_(77)
-    move_tails(table, numbers, to_records=False)
+    move_tails(table, numbers, count, here, to_records=False)
     for piece, rings in zip(pieces, before, strict=True):
         wanted = torch.full_like(rings, 77)
         for slot, boundary in zip(slots, boundaries, strict=True):
