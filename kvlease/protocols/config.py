@@ -35,8 +35,7 @@ class EngineConfig:
     ``page_tokens`` 64 for the embedded model and 256 else, ``chunk_tokens`` (prompt tokens a
     prefill step takes) 256 with arithmetic and 65536 without, tails from pages and ``tail_every``,
     ``decode_ahead`` (tokens of one answer that a decode step may draw before they are handed out,
-    while all draw greedily and nobody waits or prefills) 4 on a CUDA device unless ``exact``, else
-    1.
+    while all draw greedily and nobody prefills) 4 on a CUDA device unless ``exact``, else 1.
     ``device_pages`` 0, on a CUDA device, takes what the model leaves free there; ``host_pages`` 0
     switches the host tier off; ``prefix_cache`` False gives every request a cold
     run; ``digests`` hashes each sampled row of logits; ``log_prompts`` writes prompts into the

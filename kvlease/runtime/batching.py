@@ -76,8 +76,9 @@ class Batching:
     def _may_produce(self, ready: list[Sequence]) -> list[int]:
         """Tokens one decode step may return of each: up to the page's end without arithmetic.
 
-        With it the same of all, and more than one only where it keeps nobody waiting. A tail can
-        be kept only right after the step that reaches its boundary, so none goes past a page's end.
+        With it the same of all, and more than one only where no prefill is kept waiting. A tail
+        can be kept only right after the step that reaches its boundary, so none goes past a page's
+        end.
         """
         arithmetic = self._core.config.compute == "model"
         if arithmetic and not self._may_run_ahead(ready):
@@ -92,12 +93,15 @@ class Batching:
         return [min(self._core.decode_ahead, *left)] * len(ready) if arithmetic else left
 
     def _may_run_ahead(self, ready: list[Sequence]) -> bool:
-        """Whether all decode, greedily and on pages that are there, and nobody waits to begin."""
+        """Whether all decode, greedily and on pages that are there.
+
+        A prefill would have to wait for such a step. Who waits for a place has to wait for an
+        answer's end in any case, and such steps bring it nearer.
+        """
         core, eos = self._core, self._core.model.eos_tokens
         return (
             core.decode_ahead > 1
             and bool(ready)
-            and not core.waiting
             and all(seq.phase is Phase.DECODE for seq in core.running)
             and all(seq.request.sampling(eos).is_greedy for seq in ready)
             and not any(seq.require_held().lease.pending for seq in ready)

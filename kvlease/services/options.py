@@ -211,7 +211,7 @@ def _add_running(about_run: "argparse._ArgumentGroup", sessions: int) -> None:
         type=int,
         metavar="N",
         help="tokens that a step draws of each answer before they are handed out, while all draw "
-        "greedily and nobody waits to begin (default: 4 on cuda with --no-exact, else 1)",
+        "greedily and nobody prefills (default: 4 on cuda with --no-exact, else 1)",
     )
     about_run.add_argument(
         "--audit-rate",

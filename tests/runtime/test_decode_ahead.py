@@ -84,21 +84,25 @@ async def test_what_the_best_logit_does_not_settle_is_drawn_one_by_one(
     assert set(counts(events)) <= {1}
 
 
-async def test_nobody_waits_for_a_step_that_runs_ahead() -> None:
-    """A request that waits for a place, or prefills, has every step draw one token."""
-    long, short = SamplingParams(max_tokens=30, ignore_eos=True), SamplingParams(max_tokens=2)
+async def test_no_prefill_waits_for_a_step_that_runs_ahead() -> None:
+    """While a prompt is computed chunk by chunk, every decode step that begins draws one token."""
+    config = evolve(CONFIG, chunk_tokens=PAGE)
     async with (
-        running_ahead(evolve(CONFIG, max_sessions=1)) as (engine, events),
-        engine.generate(PROMPT, long) as first,
-        trio.open_nursery() as nursery,
+        running_ahead(config) as (engine, events),
+        engine.generate(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True)) as first,
     ):
-        await anext(first)
-        for seed in range(2, 4):
-            nursery.start_soon(answer, engine, prompt_of(seed, 20), short)
+        for _ in range(3 * AHEAD):
+            await anext(first)
+        await answer(engine, prompt_of(2, 8 * PAGE), SamplingParams(max_tokens=1))
         await first.drain()
-    mine = [e.rows[0] for e in events if isinstance(e, StepDone) and e.kind == "decode"]
-    # the first step may have been on its way before they came
-    assert all(row.count == 1 for row in mine[1:] if row.request == mine[0].request)
+    steps = [event for event in events if isinstance(event, StepDone)]
+    chunks = [step.step for step in steps if step.kind == "prefill" and step.rows[0].request == 2]
+    decodes = [step for step in steps if step.kind == "decode"]
+    beside = [step for step in decodes if chunks[0] < step.step < chunks[-1]]
+    assert len(chunks) == 8
+    assert beside
+    assert all(step.rows[0].count == 1 for step in beside)
+    assert decodes[0].rows[0].count == AHEAD
 
 
 @pytest.mark.parametrize("audit_rate", [0.0, 1.0])
@@ -178,8 +182,8 @@ async def test_an_answer_called_off_inside_a_step_ends_with_it(how: str) -> None
 
 async def test_preempted_answers_go_on_where_they_were() -> None:
     """Pages run out while all decode, several tokens a step: all still get the cold answer."""
-    prompts = [prompt_of(seed, 70) for seed in range(4)]
-    config = evolve(CONFIG, device_pages=17, host_pages=60)
+    prompts = [prompt_of(seed, 70) for seed in range(3)]
+    config = evolve(CONFIG, device_pages=16, host_pages=60)
     async with running_ahead(config) as (engine, events):
         results: dict[int, GenerateResult] = {}
 
