@@ -6,7 +6,7 @@ for each such share. Nobody reads a store before its end, so it is one order. Wh
 of does not depend on the transfer, and is found out once: planning would be mostly that.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import chain
 from operator import attrgetter
@@ -62,13 +62,13 @@ class _Share:
         tier: CacheTier,
         moves: Sequence[Move],
         counts: tuple[int, int],
-        places: Numbers,
+        places: Callable[[], list[int]],
     ) -> CopyOrder:
         """Return the order that moves it, for so many pages and tails."""
         nbytes = counts[0] * self.nbytes[0] + counts[1] * self.nbytes[1]
         run = partial(carry, moves, self.groups, nbytes)
-        sizes, numbers = partial(self._sizes, counts), partial(list[int], places)
-        return CopyOrder(transfer, kind, tier, self.parts, nbytes, run, sizes, numbers, list)
+        sizes = partial(self._sizes, counts)
+        return CopyOrder(transfer, kind, tier, self.parts, nbytes, run, sizes, places, list)
 
     def _sizes(self, counts: tuple[int, int]) -> list[int]:
         return [counts[0] * page + counts[1] * tail for page, tail in self.each]
@@ -92,13 +92,12 @@ class Orders:
         if carrier is None:
             return tuple(sorted(self._plain(transfer, pages, tail), key=attrgetter("layer")))
         resumed = None if isinstance(tail, Lifted) else tail
-        count, places = len(pages[1]), pages[1]
+        count = len(pages[1])
         moves = [carrier.load(pages, resumed)] if count or resumed is not None else []
         if isinstance(tail, Lifted):
             moves.append(carrier.tails("load", ([tail.tail], [tail.slot])))
         tier: CacheTier = "host" if tail is None or count else tail.tier
-        if tail is not None:
-            places = [*places, tail.slot]
+        places = partial(_all_numbers, pages[1], () if tail is None else (tail.slot,))
         counts = count, int(tail is not None)
         return tuple(
             [
@@ -134,7 +133,7 @@ class Orders:
             if tails[1]:
                 moves.append(carrier.tails("store", tails))
             share = self._share(self._whole, counts[0] > 0, counts[1] > 0)
-            places = [*pages[1], *tails[1]]
+            places = partial(_all_numbers, pages[1], tails[1])
             return (share.order(transfer, "store", "device", moves, counts, places),)
         parts: list[Iterator[Numbered]] = []
         if pages[1]:
@@ -175,6 +174,10 @@ class Orders:
         each = tuple(nbytes for _, nbytes in pieces)
         page_nbytes, tail_nbytes = (sum(column) for column in zip(*each, strict=True))
         return _Share(groups, parts, each, (page_nbytes, tail_nbytes))
+
+
+def _all_numbers(pages: Numbers, slots: Numbers) -> list[int]:
+    return [*pages, *slots]
 
 
 def _tensors(ends: Ends) -> tuple[torch.Tensor, torch.Tensor]:

@@ -200,27 +200,38 @@ class PageBook:
         return runs_of(pages, [epochs[page] for page in pages])
 
     def _move(self, pages: "array[int]", event: PageEvent) -> None:
-        """Step all pages or none through the page machine: checked before anything changes."""
+        """Step all pages or none through the page machine."""
         if not pages:
             return
         state = self._state
         before = state[pages[0]]
-        if len(set(pages)) != len(pages):
-            raise LedgerImbalance(f"{self.name}: a page is named twice in one call")
-        if len(set(map(state.__getitem__, pages))) > 1:
-            page = next(page for page in pages if state[page] != before)
-            raise LedgerImbalance(
-                f"{self.name}: page {page} is {_STATES[state[page]].value} and page {pages[0]}"
-                f" {_STATES[before].value}; pages of two states moved in one call"
-            )
         try:
             after = _CODE[step_page(_STATES[before], event)]
         except IllegalTransition as error:
             raise LedgerImbalance(f"{self.name}: page {pages[0]}: {error}", error.rule) from None
+        moved = 0
         for page in pages:
+            if state[page] != before:
+                break
             state[page] = after
+            moved += 1
+        if moved < len(pages):
+            for page in pages[:moved]:
+                state[page] = before
+            raise self._odd(pages, moved)
         self._count[before] -= len(pages)
         self._count[after] += len(pages)
+
+    def _odd(self, pages: "array[int]", place: int) -> LedgerImbalance:
+        """Say why a page cannot go with those before it."""
+        page, first = pages[place], pages[0]
+        if page in pages[:place]:
+            return LedgerImbalance(f"{self.name}: a page is named twice in one call")
+        states = _STATES[self._state[page]].value, _STATES[self._state[first]].value
+        return LedgerImbalance(
+            f"{self.name}: page {page} is {states[0]} and page {first} {states[1]}; pages of two"
+            " states moved in one call"
+        )
 
     def is_current(self, page: int, epoch: int) -> bool:
         """Whether a reference is of the page's present generation; counts refusals (R8)."""

@@ -79,7 +79,8 @@ class Transfers:
     def _attach(self, planned: PlannedTransfer, match: Match, pages: array[int]) -> None:
         """Name both ends of a load: it fills the pages, which the index shows from now on."""
         memory = self._memory
-        planned.source = array("i", chain.from_iterable(n.host.pages or () for n in match.to_load))
+        for node in match.to_load:
+            planned.source.extend(node.host.pages or ())
         planned.destination = pages
         if not pages:
             return

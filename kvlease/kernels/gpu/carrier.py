@@ -68,7 +68,7 @@ class LoadMove:
     All numbers cross the link once, in one piece.
     """
 
-    __slots__ = ("_host", "_main", "_mover", "_numbers", "_pages", "_table")
+    __slots__ = ("_main", "_moved", "_mover", "_pages", "_table", "_tail")
 
     def __init__(
         self, mover: PageMover, pages: Ends, tail: Resumed | None, table: TailTable | None
@@ -76,28 +76,30 @@ class LoadMove:
         """Copy the numbers; ``table`` is that of the tail's tier."""
         self._mover = mover
         self._table = table
-        self._host = np.array(pages[0], dtype=np.int64)
-        self._numbers = np.empty(_HEAD + len(pages[1]), dtype=np.int64)
-        self._numbers[_HEAD:] = pages[1]
-        if tail is not None:
-            _, number, slot, boundary = tail
-            self._numbers[:_HEAD] = slot, number, boundary, 0
+        self._tail = tail
+        self._pages = pages[0][:], pages[1][:]
         self._main: torch.cuda.Stream | None = None
-        self._pages: MovedPages | None = None
+        self._moved: MovedPages | None = None
 
     def queue(self, groups: tuple[int, int]) -> None:
         """Queue groups of all pages on the current stream; the tail goes before the first."""
         main = self._main or self._begin()
-        if self._pages is not None:
-            self._mover.move(groups, self._pages, main)
+        if self._moved is not None:
+            self._mover.move(groups, self._moved, main)
 
     def _begin(self) -> torch.cuda.Stream:
         main = self._main = torch.cuda.current_stream()
-        numbers = _uploaded(torch.from_numpy(self._numbers), main)
+        host, device = self._pages
+        numbers = np.empty(_HEAD + len(device), dtype=np.int64)
+        numbers[_HEAD:] = device
+        if self._tail is not None:
+            _, number, slot, boundary = self._tail
+            numbers[:_HEAD] = slot, number, boundary, 0
+        there = _uploaded(torch.from_numpy(numbers), main)
         if self._table is not None:
-            move_tails(self._table, numbers, 1, main, to_records=False)
-        if len(self._host):
-            self._pages = MovedPages(self._host, numbers[_HEAD:])
+            move_tails(self._table, there, 1, main, to_records=False)
+        if host:
+            self._moved = MovedPages(np.array(host, dtype=np.int64), there[_HEAD:])
         return main
 
 
