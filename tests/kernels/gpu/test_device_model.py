@@ -60,10 +60,12 @@ def drive(
     rig.step([(second, 1), (first, 3)])
     for _ in range(steps):
         rig.step([(first, 1), (second, 1)])
+    for one in (first, second):
+        one.tokens[one.computed :] = one.drawn[-1:]
     for count in ahead:
-        for one in (first, second):
-            one.tokens[one.computed :] = one.drawn[-1:]
         rig.step([(first, 1), (second, 1)], ahead=count)
+        for one in (first, second):
+            one.tokens += one.drawn[-count:]
     for one in (first, second):
         del one.logits[-len(ahead) : -1]
     return first.logits + second.logits, first.drawn + second.drawn
