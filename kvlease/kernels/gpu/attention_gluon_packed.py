@@ -2,8 +2,9 @@
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 """Packed rows in the Gluon kernels: copied to shared memory as they are, then scaled to bf16.
 
-``raw`` holds the quantised channels of several tiles, CUT channels of a tile at a time, and
-``tail`` their RoPE channels.
+``raw`` holds the quantised channels of several tiles, a place for each cut of CUT channels, and
+``tail`` their RoPE channels. Places of their own, since the compiler lets a write to one wait for
+those before it to the same.
 """
 
 from triton.experimental import gluon
@@ -15,6 +16,16 @@ from kvlease.kernels.gpu import attention_gluon as share
 CUT = gl.constexpr(64)
 RAW_SHARED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 TAIL_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+
+
+@gluon.jit
+def room(TILES: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr, ROPE: gl.constexpr):
+    """Return where tiles of packed rows can lie as they come."""
+    raw = ()
+    for _ in gl.static_range((D - ROPE) // CUT):
+        place = gl.allocate_shared_memory(gl.uint8, [TILES, KEYS, CUT], RAW_SHARED)
+        raw = raw + (place,)  # noqa: RUF005 - Triton knows no unpacking
+    return raw, gl.allocate_shared_memory(gl.bfloat16, [TILES, KEYS, ROPE], TAIL_SHARED)
 
 
 @gluon.jit
@@ -63,7 +74,7 @@ def copy_packed(
     columns = gl.arange(0, CUT, layout=gl.SliceLayout(0, COPY))
     for cut in gl.static_range((D - ROPE) // CUT):
         async_copy.async_copy_global_to_shared(
-            raw.index(place * ((D - ROPE) // CUT) + cut),
+            raw[cut].index(place),
             rows[:, None] + (cut * CUT + columns)[None, :],
             mask=seen[:, None],
         )
@@ -76,17 +87,46 @@ def copy_packed(
 
 
 @gluon.jit
-def unpack(keys, raw, tail, place, scales, D: gl.constexpr, ROPE: gl.constexpr, COPY: gl.constexpr):
-    """Scale a tile of packed rows to bf16, exactly: scales are powers of two."""
-    for cut in gl.static_range((D - ROPE) // CUT):
-        stored = raw.index(place * ((D - ROPE) // CUT) + cut).load(COPY)
-        exponents = ((scales >> (8 * cut)) & 0xFF).to(gl.int16)
-        factors = (exponents << 7).to(gl.bfloat16, bitcast=True)[:, None]
-        values = stored.to(gl.float8e4nv, bitcast=True)
-        # by way of float32, since the direct cast is four times slower
-        values = values.to(gl.float16).to(gl.float32).to(gl.bfloat16) * factors
-        keys.slice(cut * CUT, CUT, dim=1).store(values)
-    keys.slice(D - ROPE, ROPE, dim=1).store(tail.index(place).load(COPY))
+def scaled(stored, scales, cut: gl.constexpr):
+    """Scale a cut's quantised channels to bf16, exactly: scales are powers of two."""
+    exponents = ((scales >> (8 * cut)) & 0xFF).to(gl.int16)
+    factors = (exponents << 7).to(gl.bfloat16, bitcast=True)[:, None]
+    values = stored.to(gl.float8e4nv, bitcast=True)
+    # by way of float32, since the direct cast is four times slower
+    return values.to(gl.float16).to(gl.float32).to(gl.bfloat16) * factors
+
+
+@gluon.jit
+def side_by_side(parts):
+    """Put parts of equal width next to each other two by two; threads keep what they hold."""
+    wider = ()
+    for i in gl.static_range(0, len(parts), 2):
+        pair = gl.permute(gl.join(parts[i], parts[i + 1]), (0, 2, 1))
+        pair = gl.reshape(pair, [pair.shape[0], 2 * pair.shape[2]])
+        wider = wider + (pair,)  # noqa: RUF005 - Triton knows no unpacking
+    return wider
+
+
+@gluon.jit
+def unpack(
+    keys, raw, tail, place, scales, D: gl.constexpr, ROPE: gl.constexpr, COPY: gl.constexpr,
+    CUTS: gl.constexpr,
+):  # fmt: skip
+    """Scale a tile of packed rows to bf16; CUTS cuts (2, 4, 8) are stored at once.
+
+    A store waits for the one before it, while more cuts at once need more registers.
+    """
+    for first in gl.static_range(0, D // CUT, CUTS):
+        parts = ()
+        for cut in gl.static_range(first, first + CUTS):
+            if cut * CUT < D - ROPE:
+                part = scaled(raw[cut].index(place).load(COPY), scales, cut)
+            else:
+                part = tail.index(place).load(COPY)
+            parts = parts + (part,)  # noqa: RUF005 - Triton knows no unpacking
+        for _ in gl.static_range(CUTS // 4 + 1):
+            parts = side_by_side(parts)
+        keys.slice(first * CUT, CUTS * CUT, dim=1).store(parts[0])
 
 
 @gluon.jit
@@ -125,7 +165,7 @@ def copy_tiles(
                                 NEAR_PAGED)  # fmt: skip
             copy_packed(raw, tail, t, rows, addresses[t] >= 0, D, ROPE, COPY)
         else:
-            copy_near(keys.index(t), window, addresses[t], start, D, NEAR, COPY)
+            copy_near(keys[t], window, addresses[t], start, D, NEAR, COPY)
     scales = ()
     for t in gl.static_range(TILES):
         tile = mine.first + t

@@ -1,6 +1,6 @@
 # pyright: basic, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAssignmentType=false
-# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportPossiblyUnboundVariable=false, reportAttributeAccessIssue=false
 """Attention of few heads over a short share of a row's keys: one trip to memory (Gluon).
 
 For small batches, where latency is all: every tile of the share is asked for at once, and the
@@ -16,6 +16,17 @@ from kvlease.kernels.gpu import attention_gluon as share
 from kvlease.kernels.gpu import attention_gluon_packed as packed
 
 CUT = gl.constexpr(128)
+WEIGHTS_SHARED = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))
+
+
+@gluon.jit
+def room(TILES: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr):
+    """Return where tiles of keys can lie: places of their own, so that none waits for another."""
+    places = ()
+    for _ in gl.static_range(TILES):
+        place = gl.allocate_shared_memory(gl.bfloat16, [KEYS, D], share.SHARED)
+        places = places + (place,)  # noqa: RUF005 - Triton knows no unpacking
+    return places
 
 
 @gluon.jit
@@ -68,11 +79,16 @@ def weigh_all(
     top = gl.maximum(peak, gl.max(best, axis=1))
     mass = gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS)
     acc = gl.full([HEADS, D], 0.0, gl.float32, LOGITS)
+    weights = ()
     for t in gl.static_range(TILES):
-        weights = gl.exp2(matches[t] - top[:, None])
-        mass += weights
-        p = gl.convert_layout(weights.to(gl.bfloat16), gl.DotOperandLayout(0, LOGITS, 2))
-        acc = mma_v2(p, keys.index(t).load(gl.DotOperandLayout(1, LOGITS, 2)), acc)
+        each = gl.exp2(matches[t] - top[:, None])
+        mass += each
+        place = gl.allocate_shared_memory(
+            gl.bfloat16, [HEADS, KEYS], WEIGHTS_SHARED, each.to(gl.bfloat16))  # fmt: skip
+        weights = weights + (place,)  # noqa: RUF005 - Triton knows no unpacking
+    for t in gl.static_range(TILES):
+        p = weights[t].load(gl.DotOperandLayout(0, LOGITS, 2))
+        acc = mma_v2(p, keys[t].load(gl.DotOperandLayout(1, LOGITS, 2)), acc)
     return acc, top, total * gl.exp2(peak - top) + gl.sum(mass, axis=1)
 
 
@@ -84,7 +100,7 @@ def copy_plain(
     """Start copying every tile of the share, each as a group of its own."""
     for t in gl.static_range(TILES):
         is_near = mine.first + t >= mine.far
-        share.copy_tile(keys.index(t), window, chosen, addresses[t], start, is_near, D, NEAR,
+        share.copy_tile(keys[t], window, chosen, addresses[t], start, is_near, D, NEAR,
                         CHOSEN, PAGED, COPY)  # fmt: skip
 
 
@@ -127,7 +143,7 @@ def attend_narrow(
         queries, chosen, n, split, WINDOW, NEAR, CHOSEN, SPLITS, KEYS)  # fmt: skip
     start = share.window_start(window, n, mine.count, NEAR, WINDOW)
     q = gl.allocate_shared_memory(gl.bfloat16, [HEADS, D], share.SHARED)
-    keys = gl.allocate_shared_memory(gl.bfloat16, [TILES, KEYS, D], share.SHARED)
+    keys = room(TILES, KEYS, D)
     addresses = all_addresses(window, chosen, n, mine, NEAR, CHOSEN, PAGE, KEYS, TILES,
                               gl.SliceLayout(1, COPY))  # fmt: skip
     share.copy_queries(q, queries, n, first_head, D, HEADS, COPY)
@@ -136,10 +152,7 @@ def attend_narrow(
         copy_plain(keys, window, chosen, addresses, start, mine, D, NEAR, CHOSEN, PAGED, TILES,
                    COPY)  # fmt: skip
     else:
-        CUTS: gl.constexpr = (D - ROPE) // packed.CUT
-        raw = gl.allocate_shared_memory(
-            gl.uint8, [TILES * CUTS, KEYS, packed.CUT], packed.RAW_SHARED)  # fmt: skip
-        tail = gl.allocate_shared_memory(gl.bfloat16, [TILES, KEYS, ROPE], packed.TAIL_SHARED)
+        raw, tail = packed.room(TILES, KEYS, D, ROPE)
         scales = packed.copy_tiles(keys, raw, tail, window, chosen, addresses, start, mine, D,
                                    ROPE, NEAR, ROW, SCALE_ROW, PAGED, NEAR_PAGED, TILES,
                                    COPY)  # fmt: skip
@@ -152,13 +165,13 @@ def attend_narrow(
         for t in gl.static_range(TILES):
             async_copy.wait_group(TILES - 1 - t)
             if packed.is_packed(mine, mine.first + t, NEAR):
-                packed.unpack(keys.index(t), raw, tail, t, scales[t], D, ROPE, COPY)
+                packed.unpack(keys[t], raw, tail, t, scales[t], D, ROPE, COPY, 8)
     for t in gl.static_range(TILES):
         async_copy.wait_group(TILES - 1 - t)
         gl.thread_barrier()
         if t == 0:
             parts = load_queries(q, D, LOGITS)
-        logits = logits_of(parts, keys.index(t), HEADS, KEYS, D, LOGITS) * queries.scale
+        logits = logits_of(parts, keys[t], HEADS, KEYS, D, LOGITS) * queries.scale
         logits = gl.where((seen[t] >= 0)[None, :], logits, -float("inf"))
         matches = matches + (logits,)  # noqa: RUF005 - Triton knows no unpacking
     acc, top, total = weigh_all(queries, keys, matches, first_head, D, SPLITS, HEADS, KEYS, TILES,

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kvlease.kernels.gpu import attention_gluon as share
+from kvlease.kernels.gpu import attention_gluon_packed as packed
 from kvlease.kernels.gpu import attention_wide_keys as bringing
 
 HEADS = gl.constexpr(bringing.HEADS.value)
@@ -180,7 +181,7 @@ def attend_wide(
     if ROW == 0:
         raw, tail = None, None
     else:
-        raw, tail = bringing.room(KEYS, D, ROPE)
+        raw, tail = packed.room(3, KEYS, D, ROPE)
     gl.thread_barrier()
     gl.warp_specialize(
         [

@@ -54,15 +54,6 @@ def bring_queries(q, bars, turns, queries, n, first_head, D: gl.constexpr):
 
 
 @gluon.jit
-def room(KEYS: gl.constexpr, D: gl.constexpr, ROPE: gl.constexpr):
-    """Return where three tiles of packed rows can lie as they come."""
-    CUTS: gl.constexpr = (D - ROPE) // packed.CUT
-    raw = gl.allocate_shared_memory(
-        gl.uint8, [3 * CUTS, KEYS, packed.CUT], packed.RAW_SHARED)  # fmt: skip
-    return raw, gl.allocate_shared_memory(gl.bfloat16, [3, KEYS, ROPE], packed.TAIL_SHARED)
-
-
-@gluon.jit
 def bring_plain(
     q, keys, seen, bars, queries, window, chosen, items, groups, WINDOW: gl.constexpr,
     D: gl.constexpr, NEAR: gl.constexpr, CHOSEN: gl.constexpr, PAGE: gl.constexpr,
@@ -163,7 +154,7 @@ def bring_packed(
             async_copy.wait_group(2)
             slot = i % SLOTS
             mbarrier.wait(bars.free.index(slot), ((i // SLOTS) & 1) ^ 1)
-            packed.unpack(keys.index(slot), raw, tail, place, scales, D, ROPE, COPY)
+            packed.unpack(keys.index(slot), raw, tail, place, scales, D, ROPE, COPY, 4)
             seen.index(slot).store((address >= 0).to(gl.int16))
             fence_async_shared()
             mbarrier.arrive(bars.full.index(slot), count=129)
