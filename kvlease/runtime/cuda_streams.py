@@ -6,6 +6,7 @@ Also what has to be true of a machine for this, in one sentence if it is not.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -51,7 +52,7 @@ async def open_cuda_streams(observer: WaitObserver) -> AsyncGenerator[EngineStre
 
     Checkpoints: on entry and on exit. Raises what `CudaStream.run` and `CudaWaiter.run` raise.
     """
-    waiter = CudaWaiter(torch.cuda.Event, spin=spinner())
+    waiter = CudaWaiter(_Event, spin=spinner())
     compute = _stream("compute", waiter, observer=observer)
     load = _stream("load", waiter, priority=COPY_PRIORITY)
     store = _stream("store", waiter, priority=COPY_PRIORITY)
@@ -98,7 +99,29 @@ def _stream(
     )
 
 
+class _Worker(threading.local):
+    """The stream of the calling worker: torch takes 10 us to say which is the current one."""
+
+    stream: torch.cuda.Stream | None = None
+
+
+_worker = _Worker()
+
+
+class _Event(torch.cuda.Event):
+    """An event of workers, each on its own stream."""
+
+    def record(self, stream: torch.Stream | None = None) -> None:
+        """Mark the place behind all that the stream was given."""
+        super().record(stream or _worker.stream)
+
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        """Make the stream wait for the marked place."""
+        super().wait(stream or _worker.stream)
+
+
 def _enter(stream: torch.cuda.Stream) -> None:
     """Make the worker's stream current, behind all that filled weights and pools elsewhere."""
     torch.cuda.synchronize()
     torch.cuda.set_stream(stream)
+    _worker.stream = stream

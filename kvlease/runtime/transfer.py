@@ -234,9 +234,9 @@ class Transfer(CompletionBase):
         due: list[Hook] = []
         with self._lock:
             places = self.plan.layout.places
-            joints = [self._joints[place] for place in dict.fromkeys(places[n] for n in layers)]
+            joints = [self._joints[place] for place in dict.fromkeys([places[n] for n in layers])]
             fresh = [each for each in joints if each.state is CompletionState.PLANNED]
-            for run in adjoined(each.run for each in fresh):
+            for run in adjoined([each.run for each in fresh]):
                 self._tell_recorded(run)
             self._told.update(fresh)
             for joint in joints:

@@ -93,6 +93,8 @@ class RecordTable:
     def __init__(self, groups: Sequence[tuple[Pools, int]], device: torch.device) -> None:
         """Lay out the tiles; per group its pools, and its bytes of a record."""
         self.bounds = [0, *accumulate(nbytes for _, nbytes in groups)]
+        self.nbytes = self.bounds[-1]
+        """Bytes of a whole record."""
         facts = [
             [
                 (pool.data_ptr(), pool.stride(0) * pool.itemsize, offset, pool[0].nbytes)
@@ -118,11 +120,6 @@ class RecordTable:
             self.edges.append(len(lines))
         self.lines = torch.tensor(lines, dtype=torch.int64).to(device)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a whole record."""
-        return self.bounds[-1]
-
 
 def move_records(
     table: RecordTable,
@@ -138,7 +135,7 @@ def move_records(
     """Move groups[0] to groups[1] - 1 of pages[part[0]:part[1]], on a stream.
 
     Between the pools and that part of each record, packed: what lies beside it does not come along.
-    Shapes: pages [n] int64 on the device, 16-byte aligned; records one dimension of bytes, too.
+    Shapes: pages [n] int64 on the device, 16-byte aligned; so are records, [n] of the table's word.
     """
     first, last = part
     first_tile, end = table.edges[groups[0]], table.edges[groups[1]]
@@ -148,7 +145,7 @@ def move_records(
         stream,
         table.lines,
         pages,
-        records.view(table.word),
+        records,
         first,
         last - first,
         first_tile,

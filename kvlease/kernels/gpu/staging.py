@@ -88,7 +88,8 @@ class MovedPages:
         in_slot *= nbytes
         on_host = self.host.astype(np.uint64)
         on_host *= record_nbytes
-        sizes = np.full(count, nbytes, dtype=np.uint64)
+        sizes = np.empty(count, dtype=np.uint64)
+        sizes.fill(nbytes)
         chunks = [(first, min(first + per_slot, count)) for first in range(0, count, per_slot)]
         return Cut(on_host, in_slot, sizes, False, [chunk + chunk for chunk in chunks])
 
@@ -119,7 +120,6 @@ class MovedPages:
 class _Slot:
     """One slot of a ring; ``ready`` after its first stage, ``free`` after its second."""
 
-    memory: Tensor
     address: int
     ready: torch.cuda.Event
     free: torch.cuda.Event
@@ -143,7 +143,7 @@ class StagingRing:
         self.memory = torch.empty((num_slots, slot_nbytes), dtype=torch.uint8, device=device)
         for memory in self.memory:
             events = torch.cuda.Event(), torch.cuda.Event()
-            self._slots.append(_Slot(memory, memory.data_ptr(), *events))
+            self._slots.append(_Slot(memory.data_ptr(), *events))
         self._turn = 0
 
     def pass_through(
@@ -194,6 +194,8 @@ class PageMover:
         self.table = table
         self.ring = ring
         self._programs = programs
+        self._words = {memory.data_ptr(): memory.view(table.word) for memory in ring.memory}
+        """The ring's slots by their addresses, as records are moved in them."""
 
     def begin(self, main: torch.cuda.Stream) -> None:
         """Order the move's first stage behind what ``main`` waits for: before the first group.
@@ -207,7 +209,7 @@ class PageMover:
         """Compile, so that no transfer has to wait for that."""
         if self.table.nbytes:
             none = torch.zeros(1, dtype=torch.int64, device=self.ring.memory.device)
-            self._spread((0, 0), none, self.ring.memory[0], (0, 0), main)
+            self._spread((0, 0), none, next(iter(self._words.values())), (0, 0), main)
 
     def _spread(
         self,
@@ -250,7 +252,7 @@ class PageMover:
             def spread(
                 slot: _Slot, stream: torch.cuda.Stream, part: tuple[int, int] = (first, last)
             ) -> None:
-                self._spread(groups, pages.device, slot.memory, part, stream)
+                self._spread(groups, pages.device, self._words[slot.address], part, stream)
 
             if self._is_load:
                 ring.pass_through(cross, spread, main)
