@@ -14,14 +14,11 @@ from torch import Tensor
 
 from kvlease.errors import LayoutMismatch
 from kvlease.kernels.gpu.early import early_launch
-from kvlease.kernels.gpu.few_rows import multiprocessors
 from kvlease.kernels.gpu.topk_parts import choose_of_parts, choose_parts
 
 MAX_K = 1024
-PARTS = (4096, 8192, 16384)
-"""Scores of a row that one program chooses of: the fewest with which all programs run at once."""
-_SHORT = 8192
-"""Scores of a row that are not worth a second launch."""
+PART = 16384
+"""Scores of a row that one program chooses of."""
 SLOTS = 8192
 """What parts have chosen that one program chooses of; at least twice as many as are chosen."""
 _LANES = 128
@@ -35,7 +32,7 @@ def choose_rows(
     *,
     ratio: int,
     rows_per_page: int,
-    part: int | None = None,
+    part: int = PART,
 ) -> None:
     """Write the flat addresses of each query's k best rows, in position order, then -1.
 
@@ -47,7 +44,7 @@ def choose_rows(
     Shapes: scores [N, L] float32, any stride from row to row; positions [N] int32; table [N, P]
     int32, each row's pages, any stride from row to row, 0 where all rows are of one sequence; out
     [N, k] int32, filled with page * rows_per_page + offset. ``part``: scores that one program
-    takes, a power of two; by default as many as suit the device.
+    takes, a power of two; at most and by default 16,384.
 
     Raises:
         LayoutMismatch: more than 1,024 rows are to be chosen, or none.
@@ -55,8 +52,7 @@ def choose_rows(
     (num_queries, width), k = scores.shape, out.shape[1]
     if not 1 <= k <= MAX_K:
         raise LayoutMismatch(f"top-k of {k} rows was asked for; 1 to {MAX_K} can be chosen")
-    part = part or _part(num_queries, width, scores.device)
-    warps, chunks = _spread(min(width, part), k)
+    warps, chunks = _spread(min(width, part, PART), k)
     size = warps * chunks * _LANES
     parts = triton.cdiv(width, size)
     options = {"K": k, "RATIO": ratio, **early_launch(choose_parts)}
@@ -76,14 +72,6 @@ def choose_rows(
             LIST=_list(warps, k), num_warps=warps, **options,
         )  # fmt: skip
         best, parts, size = to, groups, size * take
-
-
-def _part(num_queries: int, width: int, device: torch.device) -> int:
-    if width <= _SHORT:
-        return _SHORT
-    room = multiprocessors(device)
-    fit = (part for part in PARTS if num_queries * triton.cdiv(width, part) <= room)
-    return next(fit, PARTS[-1])
 
 
 def _memory(scores: Tensor, parts: int, k: int) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,9 @@
 Keys are spread as [WARPS, CHUNKS, 128], warp after warp, chunk after chunk in the order of rows.
 
 1. *Floor*: at least k keys reach the k-th best of the maxima of 128 groups a warp. On most rows
-   about 1.5 k do.
-2. *List*: they are put side by side, in order.
+   not many more do.
+2. *List*: those are marked by bits, and the indices of the marked put side by side, in order. Only
+   these are handled one by one from here on.
 3. *Bar*: they are counted in finer and finer bins, until the lower end of a bin is reached by just
    k, or the bin is a single key, of which the first are taken.
 """
@@ -16,28 +17,39 @@ Keys are spread as [WARPS, CHUNKS, 128], warp after warp, chunk after chunk in t
 import triton
 import triton.language as tl
 
-from kvlease.kernels.gpu.topk_shared import BINS, find_bin, listed, sums_before
+from kvlease.kernels.gpu.topk_shared import (
+    BINS,
+    ends,
+    find_bin,
+    listed,
+    ones,
+    running,
+    upto,
+    words_of,
+)
 
 _COARSE = tl.constexpr(21)
 """Bins that so many bits fit into cover all keys."""
-_FINE = tl.constexpr(15)
-"""Bins of the first count above a floor: narrow enough that few keys share one."""
+_ZOOM = tl.constexpr(2)
+"""Powers of two by which bins are narrower where the bar is near the lower end."""
+_GUESS = tl.constexpr(1 << 25)
+"""How far below the best key the floor is looked for first where little is known: 4 octaves."""
 
 
 @triton.jit
 def sortable(scores):
     """Return unsigned keys in the order of the scores; zeros are equal, and no key is 0."""
-    bits = scores.to(tl.uint32, bitcast=True)
-    bits = tl.where(bits == 0x80000000, 0, bits)
-    return bits ^ tl.where(bits >= 0x80000000, 0xFFFFFFFF, 0x80000000)
+    # -0 + 0 is 0
+    bits = (scores + 0.0).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _find_bar(keys, lanes, low, shift, k, enough, space, KEYS: tl.constexpr, THREADS: tl.constexpr):
+def _find_bar(keys, lanes, low, shift, k, enough, space, KEYS: tl.constexpr, WARPS: tl.constexpr):
     """Return a bar that k keys reach, how many do, and how many of those do not lie at it.
 
-    Not more than ``enough`` reach it, or it is a single key, above which fewer than k lie. At least
-    k keys reach ``low``; where fewer do, all are taken.
+    Not more than ``enough`` reach it, or it is a single key, above which fewer than k lie. Where
+    fewer than k reach ``low`` all keys are searched, and where fewer are above 0 all are taken.
     """
     # keys from low to low + span are counted, those past the last bin in it
     span = 0xFFFFFFFF - low
@@ -47,10 +59,15 @@ def _find_bar(keys, lanes, low, shift, k, enough, space, KEYS: tl.constexpr, THR
     while searching:
         far = keys - low
         bins = tl.minimum(far >> shift.to(tl.uint32), BINS - 1).to(tl.int32)
-        bin, reach, beyond = find_bin(space, bins, far <= span, lanes, k - above, KEYS, THREADS)
+        bin, reach, beyond = find_bin(space, bins, far <= span, lanes, k - above, KEYS, WARPS)
         step = bin.to(tl.uint32) << shift.to(tl.uint32)
         low += step
-        if (bin == BINS - 1) & ((span >> shift.to(tl.uint32)) >= BINS):
+        if (reach < k - above) & (low > 1):
+            low = tl.full([], 1, tl.uint32)
+            span = 0xFFFFFFFF - low
+            above = tl.full([], 0, tl.int32)
+            shift = tl.full([], _COARSE, tl.int32)
+        elif (bin == BINS - 1) & ((span >> shift.to(tl.uint32)) >= BINS):
             span -= step
             shift = tl.full([], _COARSE, tl.int32)
         else:
@@ -63,87 +80,103 @@ def _find_bar(keys, lanes, low, shift, k, enough, space, KEYS: tl.constexpr, THR
 
 
 @triton.jit
-def _places(mask, space, WARPS: tl.constexpr, CHUNKS: tl.constexpr):
-    """Return each marked key's place among the marked, in order, and how many are marked.
-
-    Counts travel as bytes of words: those of a thread's four neighbours, and those of four chunks.
-    """
-    PACK: tl.constexpr = min(4, CHUNKS)
-    each = tl.arange(0, 4) * 8
-    by = tl.arange(0, PACK) * 8
-    fours = tl.reshape(mask.to(tl.int32), [WARPS, CHUNKS, 32, 4]) << each[None, None, None, :]
-    # times 1 + 2^8 + 2^16 + 2^24: each byte becomes the sum of those up to it
-    inside = tl.sum(fours, axis=3) * 0x01010101
-    mine = inside >> 24
-    words = tl.reshape(mine, [WARPS, CHUNKS // PACK, PACK, 32]) << by[None, None, :, None]
-    words = tl.sum(words, axis=2)
-    upto = tl.trans(tl.cumsum(tl.trans(words, [1, 0, 2]), axis=2), [1, 0, 2])
-    upto = (upto[:, :, None, :] >> by[None, None, :, None]) & 255
-    upto = tl.reshape(upto, [WARPS, CHUNKS, 32])
-    totals = tl.sum(words, axis=2, keep_dims=True)[:, :, None, :] >> by[None, None, :, None]
-    totals = tl.reshape(totals & 255, [WARPS, CHUNKS, 1])
-    chunk = tl.arange(0, CHUNKS)[None, :, None]
-    before = totals * 0
-    for one in tl.static_range(CHUNKS - 1):
-        total = tl.sum(tl.where(chunk == one, totals, 0), axis=1, keep_dims=True)
-        before += tl.where(chunk > one, total, 0)
-    sums = tl.sum(tl.sum(totals, axis=2), axis=1)
-    others, all_marked = sums_before(space, sums, WARPS)
-    first = upto - mine + before + others[:, None, None] - 1
-    place = first[:, :, :, None] + ((inside[:, :, :, None] >> each[None, None, None, :]) & 255)
-    return tl.reshape(place, [WARPS, CHUNKS, 128]), all_marked
+def _shift(span):
+    """Return with how many bits left out a span fits into all bins."""
+    # the exponent of a float is the place of a number's highest bit, or the one above
+    bits = (span.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
+    return tl.maximum(bits - 11, 0)
 
 
 @triton.jit
-def choose(
-    keys, rows, count, k, space, WARPS: tl.constexpr, CHUNKS: tl.constexpr, LIST: tl.constexpr
-):
-    """Return the best k of ``count`` keys above 0, or all of them, with their rows.
-
-    Returns places, keys, rows and which of them are chosen, each [LIST / threads, threads]; places
-    are in order of rows. Of equal keys the first are chosen.
-    """
+def _bounds(tops, k, space, WARPS: tl.constexpr):
+    """Return a key that k of the tops [WARPS, 128] reach, or 0, and the highest of them."""
     THREADS: tl.constexpr = WARPS * 32
-    KEYS: tl.constexpr = THREADS * CHUNKS * 4
+    fours = tl.reshape(tops, [WARPS, 32, 2, 2])
+    high = tl.max(fours, axis=3)
+    low = tl.min(fours, axis=3)
+    first = tl.max(high, axis=2)
+    last = tl.min(low, axis=2)
+    # of two pairs, the second is the lower high or the higher low
+    second = tl.maximum(tl.min(high, axis=2), tl.max(low, axis=2))
+    lows = last
+    if k <= THREADS:
+        lows = first
+    elif k <= THREADS * 2:
+        lows = second
+    return ends(space, lows, first, WARPS)
+
+
+@triton.jit
+def _lowest(words, count, space):
+    """Keep the lowest ``count`` bits that are set in each word, or all of fewer."""
+    end = words * 0
+    for power in tl.static_range(4, -1, -1):
+        held = ones((words >> end) & ((1 << (1 << power)) - 1), space)
+        fits = held <= count
+        count -= tl.where(fits, held, 0)
+        end += tl.where(fits, 1 << power, 0)
+    # where all others fit the last one may too
+    return words & ((tl.where(count > 0, 2, 1) << end) - 1)
+
+
+@triton.jit
+def candidates(
+    keys, count, k, space, WARPS: tl.constexpr, CHUNKS: tl.constexpr, LIST: tl.constexpr
+):
+    """Return the indices of keys that hold the best k of ``count`` above 0, or all of them.
+
+    Returns indices in order, as `slots`, how many they are, and between which keys they lie. Of
+    equal keys the first are taken.
+    """
+    KEYS: tl.constexpr = WARPS * CHUNKS * 128
     lanes = tl.arange(0, 128) // 4
     low = tl.full([], 1, tl.uint32)
+    high = low
     if count > k:
-        shift = tl.full([], _COARSE, tl.int32)
         tops = tl.max(keys, axis=1)
+        low, high = _bounds(tops, k, space, WARPS)
+        if low == 0:
+            low = tl.maximum(high, _GUESS + 1) - _GUESS
+        shift = _shift(high - low)
         low, _, _ = _find_bar(
-            tops, lanes[None, :], low, shift, k, k + k // 8, space, WARPS * 128, THREADS
+            tops, lanes[None, :], low, shift, k, k + k // 8, space, WARPS * 128, WARPS
         )
-    mask = keys >= low
-    place, total = _places(mask, space, WARPS, CHUNKS)
-    shift = tl.full([], _FINE, tl.int32)
+    words = words_of(keys >= low, space, WARPS, CHUNKS)
+    places, total = running(space, ones(words, space), WARPS)
     if total > LIST:
         # many equal keys, or the best side by side
+        shift = _shift(high - low)
         low, reach, above = _find_bar(
-            keys, lanes[None, None, :], low, shift, k, k, space, KEYS, THREADS
+            keys, lanes[None, None, :], low, shift, k, k, space, KEYS, WARPS
         )
-        mask = keys >= low
+        words = words_of(keys >= low, space, WARPS, CHUNKS)
         if reach > k:
-            level = keys == low
-            place, _ = _places(level, space, WARPS, CHUNKS)
-            mask = (keys > low) | (level & (place < k - above))
-        place, total = _places(mask, space, WARPS, CHUNKS)
-    few, names = listed(space, place, keys, rows, mask, KEYS, LIST, THREADS)
-    EACH: tl.constexpr = LIST // THREADS
-    slot = tl.arange(0, THREADS)[None, :] * EACH + tl.arange(0, EACH)[:, None]
-    few = tl.where(slot < total, few, 0)
-    chosen = slot < total
-    if total > k:
-        few_lanes = (tl.arange(0, THREADS) % 32)[None, :]
-        low, reach, above = _find_bar(few, few_lanes, low, shift, k, k, space, LIST, THREADS)
-        chosen = few >= low
-        if reach > k:
-            level = (few == low).to(tl.int32)
-            chosen = (few > low) | ((level > 0) & (_upto(level) <= k - above))
-    return _upto(chosen.to(tl.int32)) - 1, few, names, chosen
+            level = words_of(keys == low, space, WARPS, CHUNKS)
+            places, _ = running(space, ones(level, space), WARPS)
+            if space is not None:
+                tl.debug_barrier()
+            words = (words ^ level) | _lowest(level, tl.maximum(k - above - places, 0), space)
+        places, total = running(space, ones(words, space), WARPS)
+    return listed(space, words, places, WARPS, CHUNKS, LIST), total, low, high
 
 
 @triton.jit
-def _upto(marks):
-    """Return how many are marked up to each one, itself included; thread after thread."""
-    each = tl.sum(marks, axis=0)
-    return tl.cumsum(marks, axis=0) + (tl.cumsum(each) - each)[None, :]
+def best(few, total, low, high, k, space, LIST: tl.constexpr, WARPS: tl.constexpr):
+    """Return which of ``total`` keys are the best k, and the places of those among them.
+
+    ``few`` is in order, as `slots`, 0 behind ``total``; all others are from ``low`` to ``high``.
+    """
+    chosen = few > 0
+    if total > k:
+        lanes = tl.arange(0, 32)[None, None, :]
+        # the bar is low among these
+        shift = tl.maximum(_shift(high - low) - _ZOOM, 0)
+        low, reach, above = _find_bar(few, lanes, low, shift, k, k, space, LIST, WARPS)
+        chosen = few >= low
+        if reach > k:
+            level = few == low
+            rank = upto(space, level.to(tl.int32), WARPS)
+            chosen = (few > low) | (level & (rank <= k - above))
+            if space is not None:
+                tl.debug_barrier()
+    return chosen, upto(space, chosen.to(tl.int32), WARPS) - 1

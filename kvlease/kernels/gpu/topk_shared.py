@@ -1,4 +1,4 @@
-"""A program's own shared memory: counters of keys in 2048 bins, and a list of keys and rows.
+"""A program's own shared memory: counters of keys in 2048 bins, sums of warps, and a list.
 
 Triton has no words for shared memory of one's own, so it is reached by its addresses, in the
 machine's language. Interpreted kernels have none (``space`` is None) and go other ways.
@@ -15,12 +15,43 @@ import triton
 import triton.language as tl
 
 BINS = tl.constexpr(2048)
-_RESERVE = tl.constexpr("{ .shared .align 16 .b32 space[6608]; mov.u32 $0, space; }")
+_RESERVE = tl.constexpr("{ .shared .align 16 .b32 space[4528]; mov.u32 $0, space; }")
 _ADD = tl.constexpr("red.shared.add.u32 [$1], 1; mov.u32 $0, 0;")
 _TAKE = tl.constexpr("{ ld.shared.u32 $0, [$1]; st.shared.u32 [$1], 0; }")
 _LOAD = tl.constexpr("ld.shared.u32 $0, [$1];")
-_STORE = tl.constexpr(
-    "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.shared.u32 [$1], $2; mov.u32 $0, 0; }"
+_LOAD_SUM = tl.constexpr(
+    "{ .reg .b32 a, b, c; ld.shared.v4.u32 {$0, a, b, c}, [$1]; add.u32 $0, $0, a;"
+    " add.u32 b, b, c; add.u32 $0, $0, b; }"
+)
+_LOAD_LOW = tl.constexpr(
+    "{ .reg .b32 a, b, c; ld.shared.v4.u32 {$0, a, b, c}, [$1]; min.u32 $0, $0, a;"
+    " min.u32 b, b, c; min.u32 $0, $0, b; }"
+)
+_LOAD_HIGH = tl.constexpr(
+    "{ .reg .b32 a, b, c; ld.shared.v4.u32 {$0, a, b, c}, [$1]; max.u32 $0, $0, a;"
+    " max.u32 b, b, c; max.u32 $0, $0, b; }"
+)
+_ONES = tl.constexpr("popc.b32 $0, $1;")
+# lanes of eight swap fours of bits, then words go to the lanes that they are in order for
+_TURN = tl.constexpr(
+    "{ .reg .pred p; .reg .b32 l, t, s, x, y; mov.u32 l, %laneid;"
+    " shfl.sync.bfly.b32 y, $1, 4, 31, -1; and.b32 t, l, 4; setp.eq.u32 p, t, 0;"
+    " selp.b32 s, 0x5410, 0x3276, p; prmt.b32 x, $1, y, s;"
+    " shfl.sync.bfly.b32 y, x, 2, 31, -1; and.b32 t, l, 2; setp.eq.u32 p, t, 0;"
+    " selp.b32 s, 0x6240, 0x3715, p; prmt.b32 x, x, y, s;"
+    " shfl.sync.bfly.b32 y, x, 1, 31, -1; and.b32 t, l, 1; setp.eq.u32 p, t, 0;"
+    " selp.b32 s, 0x0f0f0f0f, 0xf0f0f0f0, p; shl.b32 t, y, 4; shr.u32 y, y, 4;"
+    " selp.b32 y, t, y, p; lop3.b32 x, s, x, y, 0xca;"
+    " and.b32 t, $2, 3; shl.b32 t, t, 3; shr.u32 l, $2, 2; add.u32 t, t, l;"
+    " shfl.sync.idx.b32 $0, x, t, 31, -1; }"
+)
+# bit after bit, so that a thread spends time on what is marked only
+_ENTER = tl.constexpr(
+    "{ .reg .pred p; .reg .b32 w, n, a, b; mov.b32 w, $2; mov.u32 n, $3;"
+    " setp.eq.u32 p, w, 0; @p bra END; NEXT: neg.s32 b, w; and.b32 b, b, w; xor.b32 w, w, b;"
+    " bfind.u32 b, b; add.u32 b, b, $4; shr.u32 a, n, 5; add.u32 a, a, n; shl.b32 a, a, 2;"
+    " add.u32 a, a, $1; st.shared.u32 [a], b; add.u32 n, n, 1; setp.ne.u32 p, w, 0;"
+    " @p bra NEXT; END: mov.u32 $0, 0; }"
 )
 _STORE_ALL = tl.constexpr("st.shared.u32 [$1], $2; mov.u32 $0, 0;")
 _STORE_THREE = tl.constexpr(
@@ -31,12 +62,16 @@ _PUT = tl.constexpr(
     "{ .reg .pred p; .reg .u64 a; mad.wide.s32 a, $2, 4, $1; setp.ne.s32 p, $4, 0;"
     " @p st.global.u32 [a], $3; mov.u32 $0, 0; }"
 )
+_GET = tl.constexpr(
+    "{ .reg .pred p; .reg .u64 a; mad.wide.s32 a, $2, 4, $1; setp.ne.s32 p, $3, 0;"
+    " mov.u32 $0, 0; @p ld.global.u32 $0, [a]; }"
+)
 # byte offsets
 _RESULT = tl.constexpr(2304 * 4)
 _SUMS = tl.constexpr(2308 * 4)
 _SPARE = tl.constexpr(2344 * 4)
-_KEYS = tl.constexpr(2384 * 4)
-_ROWS = tl.constexpr((2384 + 2112) * 4)
+_LIST = tl.constexpr(2384 * 4)
+_HIGHS = tl.constexpr((2384 + 2112) * 4)
 
 
 @triton.jit
@@ -64,54 +99,133 @@ def put(to, places, values, mask, space):
 
 
 @triton.jit
+def get(source, places, mask, space):
+    """Return the words at places of ``source`` to the threads that ask; 0 where unmarked."""
+    if space is None:
+        return tl.load(source + places, mask=mask, other=0).to(tl.int32, bitcast=True)
+    else:
+        return _run(_GET, "=r,l,r,r", [source.to(tl.int64), places, mask.to(tl.int32)])
+
+
+@triton.jit
 def _counter(space, bins):
     return space + (bins + (bins >> 3)) * 4
 
 
 @triton.jit
-def _own_bins(THREADS: tl.constexpr):
-    """Return each thread's bins, [a thread's, THREADS], from the highest down."""
-    EACH: tl.constexpr = BINS // THREADS
-    place = tl.arange(0, THREADS)[None, :] * EACH + tl.arange(0, EACH)[:, None]
-    return place ^ (BINS - 1)
+def slots(COUNT: tl.constexpr, WARPS: tl.constexpr):
+    """Return 0 .. COUNT - 1, some side by side for each thread, [a thread's, WARPS, 32]."""
+    EACH: tl.constexpr = COUNT // (WARPS * 32)
+    thread = tl.arange(0, WARPS)[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
+    return thread * EACH + tl.arange(0, EACH)[:, None, None]
 
 
 @triton.jit
-def clear(space, THREADS: tl.constexpr):
+def clear(space, WARPS: tl.constexpr):
     """Set all counters to zero; `find_bin` leaves them so."""
     if space is not None:
-        _run(_TAKE, "=r,r", [_counter(space, _own_bins(THREADS))])
+        _run(_TAKE, "=r,r", [_counter(space, slots(BINS, WARPS))])
+        # words of warps that are not there
+        _run(_TAKE, "=r,r", [space + _SUMS + tl.arange(0, 32) * 4])
+        _run(_TAKE, "=r,r", [space + _HIGHS + tl.arange(0, 32) * 4])
         tl.debug_barrier()
 
 
 @triton.jit
-def _counted(space, bins, mask, lanes, KEYS: tl.constexpr, THREADS: tl.constexpr):
-    """Return how many marked keys are in each of a thread's bins, as `_own_bins`."""
+def _before(space, each, WARPS: tl.constexpr):
+    """Return for each thread the sum of those before it, [WARPS, 32].
+
+    Between two calls threads must meet.
+    """
+    if space is None:
+        return tl.reshape(tl.cumsum(tl.reshape(each, [WARPS * 32])), [WARPS, 32]) - each
+    else:
+        warp = tl.arange(0, WARPS)
+        lane = tl.arange(0, 32)[None, :] + warp[:, None] * 0
+        # every lane stores what its warp has: a column would be moved to other threads first
+        own = tl.sum(each, axis=1, keep_dims=True) + lane * 0
+        _run(_STORE_ALL, "=r,r,r", [space + _SUMS + warp[:, None] * 4 + lane * 0, own])
+        upto = tl.cumsum(each, axis=1)
+        tl.debug_barrier()
+        sums = _run(_LOAD, "=r,r", [space + _SUMS + lane * 4])
+        others = tl.sum(tl.where(lane < warp[:, None], sums, 0), axis=1)
+        return upto - each + others[:, None]
+
+
+@triton.jit
+def running(space, each, WARPS: tl.constexpr):
+    """Return for each thread the sum of those before it, and the sum of all. Shape [WARPS, 32].
+
+    Between two calls threads must meet.
+    """
+    before = _before(space, each, WARPS)
+    if space is None:
+        return before, tl.sum(tl.sum(each, axis=1))
+    else:
+        total = tl.full([], 0, tl.int32)
+        for four in tl.static_range((WARPS + 3) // 4):
+            total += _run(_LOAD_SUM, "=r,r", [space + _SUMS + four * 16])
+        return before, total
+
+
+@triton.jit
+def upto(space, marks, WARPS: tl.constexpr):
+    """Return the sums of numbers up to each one, itself included, in the order of `slots`."""
+    before = _before(space, tl.sum(marks, axis=0), WARPS)
+    return tl.cumsum(marks, axis=0) + before[None, :, :]
+
+
+@triton.jit
+def ends(space, lows, highs, WARPS: tl.constexpr):
+    """Return the lowest of ``lows`` and the highest of ``highs``, unsigned, [WARPS, any].
+
+    With fewer than four warps the lowest is 0. Threads must meet before the next sums.
+    """
+    if space is None:
+        return tl.min(tl.min(lows, axis=1)), tl.max(tl.max(highs, axis=1))
+    else:
+        lane = tl.arange(0, 32)[None, :]
+        at = space + tl.arange(0, WARPS)[:, None] * 4 + lane * 0
+        own = tl.min(lows, axis=1, keep_dims=True).to(tl.int32, bitcast=True) + lane * 0
+        _run(_STORE_ALL, "=r,r,r", [at + _SUMS, own])
+        own = tl.max(highs, axis=1, keep_dims=True).to(tl.int32, bitcast=True) + lane * 0
+        _run(_STORE_ALL, "=r,r,r", [at + _HIGHS, own])
+        tl.debug_barrier()
+        low = tl.full([], 0xFFFFFFFF, tl.uint32)
+        high = tl.full([], 0, tl.uint32)
+        for four in tl.static_range((WARPS + 3) // 4):
+            held = _run(_LOAD_LOW, "=r,r", [space + _SUMS + four * 16])
+            low = tl.minimum(low, held.to(tl.uint32, bitcast=True))
+            held = _run(_LOAD_HIGH, "=r,r", [space + _HIGHS + four * 16])
+            high = tl.maximum(high, held.to(tl.uint32, bitcast=True))
+        return low, high
+
+
+@triton.jit
+def find_bin(space, bins, mask, lanes, k, KEYS: tl.constexpr, WARPS: tl.constexpr):
+    """Return the highest bin that k marked keys reach, how many do, and how many are beyond it.
+
+    Where fewer than k keys are marked it is bin 0. ``lanes``: of the threads that hold the keys.
+    """
+    own = slots(BINS, WARPS) ^ (BINS - 1)
     if space is None:
         downwards = tl.reshape(bins ^ (BINS - 1), [KEYS])
         held = tl.histogram(downwards, BINS, mask=tl.reshape(mask, [KEYS]))
-        return tl.trans(tl.reshape(held, [THREADS, BINS // THREADS]))
+        counts = tl.reshape(held, [WARPS, 32, BINS // (WARPS * 32)])
+        counts = tl.trans(counts, [2, 0, 1])
     else:
         # unmarked keys count too, where no one looks: a branch for each key takes longer
         spare = space + _SPARE + lanes * 4
         _run(_ADD, "=r,r", [tl.where(mask, _counter(space, bins), spare)])
         tl.debug_barrier()
-        return _run(_TAKE, "=r,r", [_counter(space, _own_bins(THREADS))])
-
-
-@triton.jit
-def find_bin(space, bins, mask, lanes, k, KEYS: tl.constexpr, THREADS: tl.constexpr):
-    """Return the highest bin that k marked keys reach, how many do, and how many are beyond it.
-
-    Where fewer than k keys are marked it is bin 0. ``lanes``: of the threads that hold the keys.
-    """
-    counts = _counted(space, bins, mask, lanes, KEYS, THREADS)
-    each = tl.sum(counts, axis=0)
-    reach = tl.cumsum(counts, axis=0) + (tl.cumsum(each) - each)[None, :]
-    own = _own_bins(THREADS)
+        counts = _run(_TAKE, "=r,r", [_counter(space, own)])
+    reach = upto(space, counts, WARPS)
     beyond = reach - counts
     here = ((beyond < k) & ((reach >= k) | (own == 0))).to(tl.int32)
     if space is None:
+        flat: tl.constexpr = [BINS]
+        own, here = tl.reshape(own, flat), tl.reshape(here, flat)
+        reach, beyond = tl.reshape(reach, flat), tl.reshape(beyond, flat)
         return tl.sum(own * here), tl.sum(reach * here), tl.sum(beyond * here)
     else:
         at = space + _RESULT
@@ -122,45 +236,54 @@ def find_bin(space, bins, mask, lanes, k, KEYS: tl.constexpr, THREADS: tl.conste
 
 
 @triton.jit
-def sums_before(space, sums, WARPS: tl.constexpr):
-    """Return for each warp the total of the sums [WARPS] of the warps before it, and of all."""
+def ones(words, space):
+    """Return how many bits of each word are set."""
     if space is None:
-        return tl.cumsum(sums) - sums, tl.sum(sums)
+        words = words.to(tl.uint32, bitcast=True)
+        words -= (words >> 1) & 0x55555555
+        words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
+        words = (words + (words >> 4)) & 0x0F0F0F0F
+        return ((words * 0x01010101) >> 24).to(tl.int32)
     else:
-        warp = tl.arange(0, WARPS)
-        tl.debug_barrier()
-        _run(_STORE_ALL, "=r,r,r", [space + _SUMS + warp * 4, sums])
-        tl.debug_barrier()
-        before = sums * 0
-        total = tl.full([], 0, tl.int32)
-        for other in tl.static_range(WARPS):
-            held = _run(_LOAD, "=r,r", [space + _SUMS + other * 4])
-            before += tl.where(warp > other, held, 0)
-            total += held
-        return before, total
+        return tl.inline_asm_elementwise(_ONES, "=r,r", [words], tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
-def listed(
-    space, places, keys, rows, mask, KEYS: tl.constexpr, LIST: tl.constexpr, THREADS: tl.constexpr
-):
-    """Return marked keys and rows by their places, each [LIST / THREADS, THREADS].
-
-    Thread t has the places from t * LIST / THREADS on. What has no place is anything.
-    """
-    EACH: tl.constexpr = LIST // THREADS
-    slot = tl.arange(0, THREADS)[None, :] * EACH + tl.arange(0, EACH)[:, None]
+def words_of(mask, space, WARPS: tl.constexpr, CHUNKS: tl.constexpr):
+    """Return marks as bits in the order of rows, CHUNKS * 4 of each thread, [WARPS, 32]."""
     if space is None:
-        hit = tl.reshape(places, [KEYS])[:, None] == tl.reshape(slot, [LIST])[None, :]
-        hit = (hit & tl.reshape(mask, [KEYS])[:, None]).to(tl.int64)
-        few = tl.sum(tl.reshape(keys, [KEYS]).to(tl.int64)[:, None] * hit, axis=0).to(tl.uint32)
-        names = tl.sum(tl.reshape(rows, [KEYS])[:, None] * hit, axis=0).to(tl.int32)
-        return tl.reshape(few, [EACH, THREADS]), tl.reshape(names, [EACH, THREADS])
+        bits = tl.reshape(mask.to(tl.int32), [WARPS, 32, CHUNKS * 4])
+        return tl.sum(bits << tl.arange(0, CHUNKS * 4)[None, None, :], axis=2)
     else:
-        at = space + (places + (places >> 5)) * 4
-        _run(_STORE, "=r,r,r,r", [at + _KEYS, keys.to(tl.int32, bitcast=True), mask.to(tl.int32)])
-        _run(_STORE, "=r,r,r,r", [at + _ROWS, rows, mask.to(tl.int32)])
+        fours = tl.reshape(mask.to(tl.int32), [WARPS, CHUNKS, 32, 4])
+        fours = tl.sum(fours << tl.arange(0, 4)[None, None, None, :], axis=3)
+        own = tl.sum(fours << (tl.arange(0, CHUNKS) * 4)[None, :, None], axis=1)
+        first = (tl.arange(0, 32) * (CHUNKS * 4))[None, :] + own * 0
+        words = _run(_TURN, "=r,r,r", [own, first >> 5])
+        if CHUNKS < 8:
+            words = (words >> (first & 31)) & ((1 << (CHUNKS * 4)) - 1)
+        return words
+
+
+@triton.jit
+def listed(space, words, places, WARPS: tl.constexpr, CHUNKS: tl.constexpr, LIST: tl.constexpr):
+    """Return the indices of the marked by their places, as `slots`.
+
+    What has no place is anything.
+    """
+    slot = slots(LIST, WARPS)
+    BITS: tl.constexpr = CHUNKS * 4
+    first = (tl.arange(0, WARPS)[:, None] * 32 + tl.arange(0, 32)[None, :]) * BITS
+    if space is None:
+        bit = tl.arange(0, BITS)[None, None, :]
+        marks = (words[:, :, None] >> bit) & 1
+        place = places[:, :, None] + tl.cumsum(marks, axis=2) - marks
+        index = tl.reshape(first[:, :, None] + bit, [WARPS * 32 * BITS])
+        hit = tl.reshape(place, [WARPS * 32 * BITS])[:, None] == tl.reshape(slot, [LIST])[None, :]
+        hit = (hit & (tl.reshape(marks, [WARPS * 32 * BITS])[:, None] > 0)).to(tl.int32)
+        index = tl.sum(index[:, None] * hit, axis=0).to(tl.int32)
+        return tl.reshape(index, [LIST // (WARPS * 32), WARPS, 32])
+    else:
+        _run(_ENTER, "=r,r,r,r,r", [space + _LIST + first * 0, words, places, first])
         tl.debug_barrier()
-        at = space + (slot + (slot >> 5)) * 4
-        few = _run(_LOAD, "=r,r", [at + _KEYS]).to(tl.uint32, bitcast=True)
-        return few, _run(_LOAD, "=r,r", [at + _ROWS])
+        return _run(_LOAD, "=r,r", [space + (slot + (slot >> 5)) * 4 + _LIST])
