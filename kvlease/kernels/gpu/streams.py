@@ -103,7 +103,6 @@ def _project(
     BD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write BM rows of new streams over BD channels, and their part of the projection."""
-    wait_for_inputs(EARLY)
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     share = tl.program_id(1)
     real = rows < num_rows
@@ -112,26 +111,37 @@ def _project(
     exists = channels < D
     inside = real[:, None] & exists[None, :]
     first = rows.to(tl.int64)[:, None] * (S * D) + channels[None, :]
-    weights = rows * (S + S * S)
-    total = tl.zeros((BM, COLUMNS), tl.float32)
-    square = tl.zeros((BM,), tl.float32)
+    # all that is read is asked for before any of it is used, the weights first of all
+    matrices = ()
+    for s in tl.static_range(S):
+        at = projection + (s * D + channels)[:, None] * COLUMNS + columns[None, :]
+        matrices += (tl.load(at, mask=exists[:, None], other=0.0),)
+    wait_for_inputs(EARLY)
+    olds = ()
+    mixes = ()
+    if PARTS > 0:
+        for t in tl.static_range(S):
+            olds += (tl.load(streams + first + t * D, mask=inside, other=0.0),)
+        for m in tl.static_range(S + S * S):
+            mixes += (tl.load(mixing + rows * (S + S * S) + m, mask=real, other=0.0),)
     block = _added(streams, tokens, added, rows, real, channels, exists, part, row, D, PARTS)
+    # columns are the instruction's long side: its operands lie in shared memory, so that streams
+    # are not made once for the product and once more to be stored
+    total = tl.zeros((COLUMNS, BM), tl.float32)
+    square = tl.zeros((BM,), tl.float32)
     for s in tl.static_range(S):
         x = block
         if PARTS > 0:
-            x *= tl.load(mixing + weights + s, mask=real, other=0.0)[:, None]
+            x *= mixes[s][:, None]
             for t in tl.static_range(S):
-                comb = tl.load(mixing + weights + S + t * S + s, mask=real, other=0.0)
-                old = tl.load(streams + first + t * D, mask=inside, other=0.0)
-                x += comb[:, None] * old.to(tl.float32)
+                x += mixes[S + t * S + s][:, None] * olds[t].to(tl.float32)
         x = x.to(tl.bfloat16)
         tl.store(result + first + s * D, x, mask=inside)
         length = x.to(tl.float32)
         square += tl.sum(length * length, axis=1)
-        at = projection + (s * D + channels)[:, None] * COLUMNS + columns[None, :]
-        total = tl.dot(x, tl.load(at, mask=exists[:, None], other=0.0), total)
+        total = tl.dot(matrices[s].T, x.T, total)
     at = (share * num_rows + rows).to(tl.int64)
-    tl.store(sums + at[:, None] * COLUMNS + columns[None, :], total, mask=real[:, None])
+    tl.store(sums + at[None, :] * COLUMNS + columns[:, None], total, mask=real[None, :])
     tl.store(squares + at, square, mask=real)
 
 
@@ -185,21 +195,6 @@ def _mixes(
 
 
 @triton.jit
-def _read(
-    streams, weight, hidden, pre, n, norm_eps, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr
-):
-    """Write row n's weighted sum of the streams, normalised."""
-    channels = tl.arange(0, BD)
-    inside = channels < D
-    at = n.to(tl.int64) * (S * D) + tl.arange(0, S)[:, None] * D + channels[None, :]
-    tile = tl.load(streams + at, mask=inside[None, :], other=0.0).to(tl.float32)
-    x = tl.sum(pre[:, None] * tile, axis=0).to(tl.bfloat16).to(tl.float32)
-    x *= tl.rsqrt(tl.sum(x * x) / D + norm_eps)
-    x *= tl.load(weight + channels, mask=inside, other=0.0)
-    tl.store(hidden + n.to(tl.int64) * D + channels, x.to(tl.bfloat16), mask=inside)
-
-
-@triton.jit
 def _balance(comb, eps, ITERATIONS: tl.constexpr):
     """Make each exp(comb) [R, S, S] nearly doubly stochastic."""
     comb = tl.exp(comb - tl.max(comb, axis=2)[:, :, None])
@@ -219,18 +214,28 @@ def _enter(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program n < N writes row n's block input, normalised; those behind, how outputs go back."""
-    wait_for_inputs(EARLY)
     n = tl.program_id(0)
     lanes = tl.arange(0, S)
     square = tl.arange(0, S * S)
+    channels = tl.arange(0, BD)
+    inside = channels < D
     if n < num_rows:
+        # all that is read is asked for before any of it is used, the weights first of all
+        norm = tl.load(weight + channels, mask=inside, other=0.0)
+        wait_for_inputs(EARLY)
+        at = n.to(tl.int64) * (S * D) + lanes[:, None] * D + channels[None, :]
+        tile = tl.load(streams + at, mask=inside[None, :], other=0.0)
         gates = _mixes(
             sums, squares, scale, base, n + tl.arange(0, 1), num_rows, lanes, norm_eps, S * D,
             OUTPUTS, COLUMNS, SHARES,
         )  # fmt: skip
         pre = tl.sigmoid(tl.reshape(gates, (S,))) + mixer_eps
-        _read(streams, weight, hidden, pre, n, norm_eps, D, BD, S)
+        x = tl.sum(pre[:, None] * tile.to(tl.float32), axis=0).to(tl.bfloat16).to(tl.float32)
+        x *= tl.rsqrt(tl.sum(x * x) / D + norm_eps)
+        x *= norm
+        tl.store(hidden + n.to(tl.int64) * D + channels, x.to(tl.bfloat16), mask=inside)
     elif OUTPUTS > S:
+        wait_for_inputs(EARLY)
         rows = (n - num_rows) * BR + tl.arange(0, BR)
         real = (rows < num_rows)[:, None]
         into = mixing + rows[:, None] * (S + S * S)
@@ -238,11 +243,11 @@ def _enter(
             sums, squares, scale, base, rows, num_rows, S + lanes, norm_eps, S * D, OUTPUTS,
             COLUMNS, SHARES,
         )  # fmt: skip
-        tl.store(into + lanes[None, :], tl.sigmoid(post) * 2.0, mask=real)
         mixes = _mixes(
             sums, squares, scale, base, rows, num_rows, 2 * S + square, norm_eps, S * D, OUTPUTS,
             COLUMNS, SHARES,
         )  # fmt: skip
+        tl.store(into + lanes[None, :], tl.sigmoid(post) * 2.0, mask=real)
         comb = _balance(tl.reshape(mixes, (BR, S, S)), mixer_eps, ITERATIONS)
         tl.store(into + S + square[None, :], tl.reshape(comb, (BR, S * S)), mask=real)
 
