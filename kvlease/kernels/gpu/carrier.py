@@ -15,7 +15,13 @@ from torch import Tensor
 
 from kvlease.kernels.gpu.dma import CopyEngine
 from kvlease.kernels.gpu.page_copy import Pools, RecordTable
-from kvlease.kernels.gpu.staging import Direction, MovedPages, PageMover, StagingRing
+from kvlease.kernels.gpu.staging import (
+    NUM_EXTRA,
+    Direction,
+    MovedPages,
+    PageMover,
+    StagingRing,
+)
 from kvlease.kernels.gpu.tail_copy import TailPiece, TailTable, move_tails
 from kvlease.protocols.host_layout import MOVE_NBYTES, move_ranges
 
@@ -57,8 +63,6 @@ Ends = tuple[Sequence[int], Sequence[int]]
 """Pages, or tails, at the source and at the destination, in the same order."""
 Resumed = tuple[Literal["device", "host"], int, int, int]
 """A kept tail's tier and number, the slot whose rings it fills, and its boundary in tokens."""
-_HEAD = 4
-"""Numbers before those of pages, which stay at a multiple of 16 bytes: slot, tail and boundary."""
 
 
 @final
@@ -68,7 +72,7 @@ class LoadMove:
     All numbers cross the link once, in one piece.
     """
 
-    __slots__ = ("_main", "_moved", "_mover", "_pages", "_table", "_tail")
+    __slots__ = ("_main", "_moved", "_mover", "_numbers", "_pages", "_table", "_tail")
 
     def __init__(
         self, mover: PageMover, pages: Ends, tail: Resumed | None, table: TailTable | None
@@ -85,21 +89,23 @@ class LoadMove:
         """Queue groups of all pages on the current stream; the tail goes before the first."""
         main = self._main or self._begin()
         if self._moved is not None:
+            self._mover.uploads.renew(self._numbers, main)
             self._mover.move(groups, self._moved, main)
 
     def _begin(self) -> torch.cuda.Stream:
+        """Send the numbers: slot, tail and boundary, then those of pages, at 16 bytes' multiple."""
         main = self._main = torch.cuda.current_stream()
         host, device = self._pages
-        numbers = np.empty(_HEAD + len(device), dtype=np.int64)
-        numbers[_HEAD:] = device
+        self._numbers = numbers = np.empty(NUM_EXTRA + len(device), dtype=np.int64)
+        numbers[NUM_EXTRA:] = device
         if self._tail is not None:
             _, number, slot, boundary = self._tail
-            numbers[:_HEAD] = slot, number, boundary, 0
-        there = _uploaded(torch.from_numpy(numbers), main)
+            numbers[:NUM_EXTRA] = slot, number, boundary, 0
+        there = self._mover.uploads.send(numbers, main)
         if self._table is not None:
             move_tails(self._table, there, 1, main, to_records=False)
         if host:
-            self._moved = MovedPages(np.array(host, dtype=np.int64), there[_HEAD:])
+            self._moved = MovedPages(np.array(host, dtype=np.int64), there[NUM_EXTRA:])
         return main
 
 
@@ -118,7 +124,7 @@ class StoreMove:
     def queue(self, groups: tuple[int, int]) -> None:
         """Queue whole records on the current stream."""
         main = torch.cuda.current_stream()
-        pages = MovedPages(self._host, _uploaded(torch.from_numpy(self._device), main))
+        pages = MovedPages(self._host, self._mover.uploads.send(self._device, main))
         self._mover.begin(main)
         for pair in self._ranges:
             self._mover.move(pair, pages, main)
@@ -216,10 +222,6 @@ class Carrier:
     def keep(self, slots: Tensor, tails: Tensor, boundaries: Tensor) -> None:
         """Keep running sequences' state, [K] int64 in host memory each, on the current stream."""
         main, count = torch.cuda.current_stream(), len(slots)
-        numbers = _uploaded(torch.cat((slots, tails, boundaries)), main)
-        move_tails(self._tables["device"], numbers, count, main, to_records=True)
-
-
-def _uploaded(numbers: Tensor, stream: torch.cuda.Stream) -> Tensor:
-    """Return numbers on the device, in the order of its current stream, which is ``stream``."""
-    return numbers.pin_memory().to(stream.device, non_blocking=True)
+        numbers = torch.cat((slots, tails, boundaries)).pin_memory()
+        there = numbers.to(main.device, non_blocking=True)
+        move_tails(self._tables["device"], there, count, main, to_records=True)

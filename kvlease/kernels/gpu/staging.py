@@ -27,9 +27,12 @@ from torch import Tensor
 
 from kvlease.kernels.gpu.dma import CopyEngine, Numbers
 from kvlease.kernels.gpu.page_copy import RecordTable, move_records
+from kvlease.kernels.gpu.uploads import Uploads
 
 Direction = Literal["load", "store"]
 
+NUM_EXTRA = 4
+"""Numbers that may be sent with those of all pages."""
 LEAST_COPY_NBYTES = 4 << 20
 """Copies by rows have so many bytes on average: each costs the copy engine 3 us beyond its bytes, a
 copy of a batch next to nothing. Loads of 1,024 pages in runs of 8 came at 45 GB/s by rows, at 52.6
@@ -58,7 +61,7 @@ class Cut:
 class MovedPages:
     """The pages of one transfer at both ends, in one order; keeps how they are cut into copies."""
 
-    __slots__ = ("_breaks", "_cuts", "count", "device", "host")
+    __slots__ = ("_breaks", "_cuts", "_on_host", "count", "device", "host")
 
     def __init__(self, host: npt.NDArray[np.int64], device: Tensor) -> None:
         """Take page numbers, [n] int64: ``host``, and ``device`` on the device."""
@@ -68,6 +71,7 @@ class MovedPages:
         self._breaks = np.flatnonzero(host[1:] != host[:-1] + 1) + 1
         """Where no neighbour follows on the host."""
         self._cuts: dict[int, Cut] = {}
+        self._on_host: Numbers | None = None
 
     def cut(self, nbytes: int, record_nbytes: int, slot_nbytes: int) -> Cut:
         """Return the copies of ``nbytes`` of each record; records and slots are of one size."""
@@ -86,12 +90,13 @@ class MovedPages:
         if per_slot < count:
             in_slot %= per_slot
         in_slot *= nbytes
-        on_host = self.host.astype(np.uint64)
-        on_host *= record_nbytes
+        if self._on_host is None:
+            self._on_host = self.host.astype(np.uint64)
+            self._on_host *= record_nbytes
         sizes = np.empty(count, dtype=np.uint64)
         sizes.fill(nbytes)
         chunks = [(first, min(first + per_slot, count)) for first in range(0, count, per_slot)]
-        return Cut(on_host, in_slot, sizes, False, [chunk + chunk for chunk in chunks])
+        return Cut(self._on_host, in_slot, sizes, False, [chunk + chunk for chunk in chunks])
 
     def _cut_runs(self, nbytes: int, record_nbytes: int, per_slot: int) -> Cut:
         by_rows = nbytes < record_nbytes
@@ -194,6 +199,7 @@ class PageMover:
         self.table = table
         self.ring = ring
         self._programs = programs
+        self.uploads = Uploads(len(host) + NUM_EXTRA, ring.engine, ring.memory.device)
         self._words = {memory.data_ptr(): memory.view(table.word) for memory in ring.memory}
         """The ring's slots by their addresses, as records are moved in them."""
 

@@ -193,6 +193,21 @@ def test_a_load_of_pages_and_a_tail_has_one_order_for_each_group(
         assert torch.equal(rows[[0, 5]], on_host[part][[3, 1]])
 
 
+def test_loads_that_are_queued_in_turns_keep_their_pages_apart(memory: Memory) -> None:
+    """What the device knows of one load's pages is not what the next one moves (R13)."""
+    on_host = scramble(spans(memory.host_spans, memory.schema))
+    on_device = spans(memory.spans, memory.schema)
+    wanted, orders = scramble(on_device), Orders(memory)
+    ways = [([3, 1], [0, 5]), ([7, 2], [6, 8])]
+    loads = [orders.load(ID, way, None) for way in ways]
+    for both in zip(*loads, strict=True):
+        run(both)
+    for part, rows in wanted.items():
+        for here, there in ways:
+            rows[there] = on_host[part][here]
+    same(copies(on_device), wanted)
+
+
 def test_a_model_without_tails_and_a_host_without_pages_have_a_carrier(device: str) -> None:
     dense = made_memory(gqa_schema(3, 2, 16, 8, "float32"), device, PoolSizes(4, 4, 0, 0, 2))
     on_host = scramble(spans(dense.host_spans, dense.schema))
