@@ -4,7 +4,7 @@ Has the launches of ``StepRun``; every method runs on the stream's worker, in or
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import compress
 from typing import cast, final
 
@@ -191,7 +191,7 @@ class DeviceRun:
             )
         self._tell(logits, [partial(_name_tokens, one, rows) for one in tokens], asked)
 
-    @property
+    @cached_property
     def _is_greedy(self) -> bool:
         """Whether nothing is asked for but the best token of each row."""
         ways = (part.sample for part in self._inputs.sequences)
