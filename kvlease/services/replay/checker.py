@@ -56,8 +56,9 @@ class Checker:
         self._findings = Findings()
         self._world: World | None = None
         self._handlers: dict[type[ev.Event], Handler] = {ev.LogOpen: self._open}
-        self._expected = 1
-        self._last_ns = self._first_ns = 0
+        self._expected: int = 1
+        self._last_ns: int = 0
+        self._first_ns = 0
         self._counts = Counter[type[ev.Event]]()
         self._unknown = Counter[str]()
         self._is_closed = False
@@ -79,19 +80,17 @@ class Checker:
             raise BadInput("a log begins with log.open; without it nothing can be judged")
         self._counts.update(map(type, block))
         self._findings.lines.note(block[0].seq, first_line)
-        handlers, last_ns = self._handlers, self._last_ns
-        begin = expected = self._expected
-        for event in block:
-            t_ns = event.t_ns
-            if event.seq != expected or t_ns < last_ns:
-                break
-            last_ns = t_ns
-            expected += 1
+        handlers, expected, last_ns = self._handlers, self._expected, self._last_ns
+        for seq, event in enumerate(block, expected):
+            if event.seq != seq or last_ns > (last_ns := event.t_ns):
+                done = seq - expected
+                self._expected = seq
+                if done:
+                    self._last_ns = block[done - 1].t_ns
+                self._feed_disordered(first_line + done, block[done:])
+                return
             handlers[type(event)](event)
-        self._expected, self._last_ns = expected, last_ns
-        done = expected - begin
-        if done < len(block):
-            self._feed_disordered(first_line + done, block[done:])
+        self._expected, self._last_ns = expected + len(block), last_ns
 
     def _feed_disordered(self, first_line: int, block: Sequence[ev.Event]) -> None:
         """Take a block some of whose events are not next in number or in time."""

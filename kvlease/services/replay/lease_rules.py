@@ -260,8 +260,8 @@ class LeaseRules:
             return
         if runs := end.pages:
             self._tiers[end.tier].pins.down(runs)
-        if reserved := self._reserved.pop(number, None):
-            self._tiers[end.tier].pins.down(reserved)
+        if number in self._reserved:
+            self._tiers[end.tier].pins.down(self._reserved.pop(number))
         transfer = self._transfers.get(end.transfer)
         if transfer is None or (plan := transfer.plan) is None:
             self._no_end_of(end, event.seq)

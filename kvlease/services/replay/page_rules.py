@@ -231,7 +231,7 @@ class PageRules:
                 f"{name_of(pages, *runs[-1][:2])} sealed up to position {end}, and published steps "
                 f"have written up to {lease.written}"
             )
-            seqs = (lease.seq, lease.read_seq, seq)
+            seqs = (lease.seq, lease.read.seq, seq)
             self._findings.violate("R2", what, seqs, lease=lease.id, request=lease.request)
             lease.is_plain = False
         if end > lease.floor:

@@ -19,7 +19,8 @@ _UP = bytes([*range(1, 256), 255])
 _DOWN = bytes([0, *range(255)])
 FULL = 255
 """Pins of one page that its byte counts; more are counted beside it."""
-_ONE_OF = [bytes((state,)) for state in range(5)]
+_ONE_OF = [bytearray((state,)) for state in range(5)]
+"""Assigned to a slice; bytes would be copied into one of these first, at four times the time."""
 _IS_PINNED = bytes([0] + [1] * 255)
 _MAY_BE_LEASED = bytes(state in (HELD, SEALED) for state in range(256))
 
@@ -60,8 +61,8 @@ class Pins:
         counts = self.counts
         for first, count, _ in runs:
             if count == 1:
-                if 0 < (known := counts[first]) < FULL:
-                    counts[first] = known - 1
+                if (known := counts[first]) < FULL:
+                    counts[first] = _DOWN[known]
                     continue
             elif FULL not in (part := counts[first : first + count]):
                 counts[first : first + count] = part.translate(_DOWN)
@@ -72,8 +73,8 @@ class Pins:
         """One lease less names each of these pages."""
         counts = self.counts
         for page in pages:
-            if 0 < (known := counts[page]) < FULL:
-                counts[page] = known - 1
+            if (known := counts[page]) < FULL:
+                counts[page] = _DOWN[known]
             else:
                 self._down(page, 1)
 
@@ -168,7 +169,8 @@ class Pages:
             first, count, epoch = run
             if (
                 count == 1
-                and 0 <= first < total
+                and first >= 0
+                and first < total
                 and states[first] == state
                 and epochs[first] == epoch
             ):
@@ -185,7 +187,8 @@ class Pages:
             first, count, epoch = run
             if (
                 count == 1
-                and 0 <= first < total
+                and first >= 0
+                and first < total
                 and states[first] == SEALED
                 and epochs[first] == epoch
             ):
@@ -207,7 +210,8 @@ class Pages:
             first, count, epoch = run
             if (
                 count == 1
-                and 0 <= first < total
+                and first >= 0
+                and first < total
                 and states[first] == FREE
                 and epochs[first] == epoch
             ):
@@ -233,7 +237,8 @@ class Pages:
             first, count, epoch = run
             if (
                 count == 1
-                and 0 <= first < total
+                and first >= 0
+                and first < total
                 and states[first] == HELD
                 and epochs[first] == epoch
                 and holders[first] == lease
@@ -254,7 +259,8 @@ class Pages:
             first, count, epoch = run
             if (
                 count == 1
-                and 0 <= first < total
+                and first >= 0
+                and first < total
                 and (states[first] == SEALED or states[first] == HELD)
                 and epochs[first] == epoch
                 and not counts[first]

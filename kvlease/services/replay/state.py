@@ -10,6 +10,7 @@ from typing import Final, final
 
 from kvlease.protocols.events import (
     ComponentFacts,
+    LayerRun,
     LeaseOpen,
     LeaseWait,
     LogOpen,
@@ -67,6 +68,7 @@ class Bundle:
         names: of all components, sorted.
         layer_mask: layers that have bytes to move, one bit each, between ``first_layer`` and
             ``end_layer``.
+        one_layer: those layers, by the run that names one of them.
         span_nbytes, tail_nbytes: by layer, of one page and of one tail.
     """
 
@@ -87,6 +89,9 @@ class Bundle:
         self.end_layer = self.layer_mask.bit_length()
         lowest = self.layer_mask & -self.layer_mask
         self.first_layer = lowest.bit_length() - 1 if lowest else num_layers
+        self.one_layer: dict[LayerRun, int] = {
+            (layer, 1): layer for layer, names in enumerate(self.layer_names) if names
+        }
         self.num_parts = sum(len(names) for names in self.layer_names)
         self.all_spans = sum(self.span_nbytes)
         self.all_tails = sum(self.tail_nbytes)
@@ -147,7 +152,7 @@ class TransferState:
 
     __slots__ = (
         "bundle", "closed", "done", "done_mask", "end", "ended", "id", "landing", "latest",
-        "num_pages", "partial", "plan", "planned", "readers", "recorded",
+        "num_pages", "num_tails", "partial", "plan", "planned", "readers", "recorded",
     )  # fmt: skip
 
     def __init__(self, transfer: int) -> None:
@@ -156,7 +161,7 @@ class TransferState:
         self.plan: TransferPlan | None = None
         self.planned = self.end = self.closed = self.latest = 0
         self.ended = ""
-        self.readers = self.num_pages = self.done_mask = 0
+        self.readers = self.num_pages = self.num_tails = self.done_mask = 0
         self.landing: Landing | None = None
         self.partial: dict[tuple[str, int], set[str]] | None = None
         self.bundle: Bundle | None = None
@@ -175,6 +180,21 @@ class TransferState:
 
 
 @final
+class Reading:
+    """What is kept of a ``step.read``: its step, and where it came."""
+
+    __slots__ = ("seq", "step")
+
+    def __init__(self, step: int, seq: int) -> None:
+        """Keep both."""
+        self.step = step
+        self.seq = seq
+
+
+NOT_READ: Final = Reading(0, 0)
+
+
+@final
 class SequenceState:
     """The open lease of a running sequence, or of another reader; no transfer's end.
 
@@ -185,8 +205,8 @@ class SequenceState:
         own: pages that it reserved, in table order behind the prefix.
         floor, limit: positions between which it may write rows.
         written: position up to which published steps have written without a hole.
-        whole: the latest step whose ``step.read`` names it with all layers.
-        read, read_seq, mask: the latest step whose ``step.read`` names it, and the layers opened.
+        whole: the latest ``step.read`` that names it with all layers.
+        part, mask: the latest that names it with some of them, and these layers.
         is_plain: its next row needs no look at its tail or at what it depends on, and may be
             written at ``written``, which is not below ``floor``.
         depends: transfers whose bytes its pages or its running state wait for.
@@ -196,7 +216,7 @@ class SequenceState:
 
     __slots__ = (
         "arriving", "base", "depends", "floor", "has_begun", "id", "is_plain", "is_shared", "last",
-        "limit", "mask", "own", "pages", "prefix", "published", "read", "read_seq", "record",
+        "limit", "mask", "own", "pages", "part", "prefix", "published", "record",
         "request", "seq", "tail", "whole", "written",
     )  # fmt: skip
 
@@ -214,8 +234,14 @@ class SequenceState:
         self.base = self.floor = self.limit = self.written = 0
         self.depends: list[TransferState] | None = None
         self.tail: TransferState | None = None
-        self.whole = self.read = self.read_seq = self.mask = self.last = self.published = 0
+        self.mask = self.last = self.published = 0
+        self.whole = self.part = NOT_READ
         self.is_plain = self.has_begun = False
+
+    @property
+    def read(self) -> Reading:
+        """The latest ``step.read`` that names it."""
+        return self.part if self.part.seq > self.whole.seq else self.whole
 
     def runs(self) -> Iterator[PageRun]:
         """Yield its pages in table order."""

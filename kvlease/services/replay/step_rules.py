@@ -11,7 +11,7 @@ from attrs import define
 from kvlease.protocols.events import Opening, Row, StepDiscarded, StepDone, StepRan, StepRead
 from kvlease.services.replay.findings import rule_of
 from kvlease.services.replay.opening_rules import OpeningRules
-from kvlease.services.replay.state import SequenceState, TransferState, World
+from kvlease.services.replay.state import Reading, SequenceState, TransferState, World
 
 MAX_STEPS = 1024
 """Steps that have run and are not over; a device has a few of them."""
@@ -49,9 +49,10 @@ class StepRules:
     def read(self, event: StepRead) -> None:
         """A step tells what it opened, and after which line each opening came."""
         step, seq, num_layers = event.step, event.seq, self._num_layers
-        sequences = self._sequences
+        sequences, reading = self._sequences, Reading(step, seq)
         for opening in event.opens:
-            if opening.after_seq >= seq:
+            after = opening.after_seq
+            if after >= seq:
                 self._openings.behind(opening, step, seq)
             try:
                 lease = sequences[opening.lease]
@@ -59,16 +60,12 @@ class StepRules:
                 self._unopened(opening.lease, step, seq)
                 continue
             if opening.num_layers == num_layers and opening.layer == 0:
-                lease.whole = lease.read = step
-                lease.read_seq = seq
-                if lease.depends is None:
-                    continue
-                mask = self._every_layer
+                lease.whole = reading
+                if lease.depends is not None:
+                    self._openings.check(lease, self._every_layer, after, step, seq)
+                    lease.last = seq
             else:
-                mask = self._partly(lease, opening, step, seq)
-            if lease.depends is not None and mask:
-                self._openings.check(lease, mask, opening.after_seq, step, seq)
-                lease.last = seq
+                self._partly(lease, opening, reading)
         for stall in event.stalls:
             if stall.wait_us < 0 or not 0 <= stall.layer < num_layers:
                 what = f"step {step} stood still {stall.wait_us} us for layer {stall.layer}"
@@ -78,17 +75,20 @@ class StepRules:
         if self._waits:
             self._waits.pop(step, None)
 
-    def _partly(self, lease: SequenceState, opening: Opening, step: int, seq: int) -> int:
-        """Some of the layers were opened; return them as a mask, once they are known to exist."""
+    def _partly(self, lease: SequenceState, opening: Opening, reading: Reading) -> None:
+        """Some of the layers were opened: take them, once they are known to exist."""
+        step, seq = reading.step, reading.seq
         mask = self._openings.mask_of(opening, step, seq)
         if not mask:
-            return 0
-        if lease.read != step:
-            lease.mask, lease.read, lease.read_seq = 0, step, seq
+            return
+        if lease.read.step != step:
+            lease.mask, lease.part = 0, reading
         lease.mask |= mask
         if lease.mask == self._every_layer:
-            lease.whole = step
-        return mask
+            lease.whole = lease.read
+        if lease.depends is not None:
+            self._openings.check(lease, mask, opening.after_seq, step, seq)
+            lease.last = seq
 
     def _unopened(self, lease: int, step: int, seq: int) -> None:
         if not self._world.is_lossy:
@@ -113,10 +113,12 @@ class StepRules:
                 self._unopened(row.lease, event.step, event.seq)
                 continue
             if (
-                lease.whole == read
+                lease.whole.step == read
                 and lease.is_plain
                 and row.request == lease.request
-                and row.start == lease.written < (end := row.start + row.count) <= lease.limit
+                and (start := row.start) == lease.written
+                and (end := start + row.count) > start
+                and end <= lease.limit
             ):
                 lease.written = end
                 lease.published += row.published
@@ -136,7 +138,7 @@ class StepRules:
 
     def _row(self, lease: SequenceState, event: StepDone, row: Row) -> None:
         """Take a row that may not be as it should be, or whose lease needs another look."""
-        if lease.whole != event.read:
+        if lease.whole.step != event.read:
             self._unread(lease, event, row)
         if row.request != lease.request:
             self._not_theirs(lease, event, row)
@@ -183,11 +185,12 @@ class StepRules:
             self._waits.pop(step, None)
 
     def _unread(self, lease: SequenceState, event: StepDone, row: Row) -> None:
-        if lease.read != event.read:
-            if self._world.is_lossy and not lease.read:
+        read = lease.read
+        if read.step != event.read:
+            if self._world.is_lossy and not read.step:
                 return
-            why = f"the latest step.read of its lease {lease.id} is of step {lease.read}"
-            why = why if lease.read else f"no step.read names its lease {lease.id}"
+            why = f"the latest step.read of its lease {lease.id} is of step {read.step}"
+            why = why if read.step else f"no step.read names its lease {lease.id}"
             layer = None
         else:
             missing = self._every_layer & ~lease.mask
@@ -195,7 +198,7 @@ class StepRules:
             why = f"step.read of step {event.read} has no layer {layer} of its lease {lease.id}"
         what = f"step {event.step} wrote rows of request {row.request}, and {why}"
         self._findings.violate(
-            "R1", what, (lease.seq, lease.read_seq, event.seq), request=row.request,
+            "R1", what, (lease.seq, read.seq, event.seq), request=row.request,
             lease=lease.id, step=event.step, layer=layer,
         )  # fmt: skip
 
@@ -259,7 +262,7 @@ class StepRules:
 
     def _opened(self, lease: SequenceState, event: StepDone) -> int:
         """Layers that the step named by ``read`` opened of a lease."""
-        return self._every_layer if lease.whole == event.read else lease.mask
+        return self._every_layer if lease.whole.step == event.read else lease.mask
 
     def _depending(self, lease: SequenceState, event: StepDone, row: Row) -> None:
         """Publishing needs every layer that was opened to be done (R2)."""
@@ -280,7 +283,7 @@ class StepRules:
                     f"{layer} of transfer {transfer.id} was done"
                 )
                 self._findings.violate(
-                    "R2", what, (transfer.planned, lease.read_seq, transfer.end, event.seq),
+                    "R2", what, (transfer.planned, lease.read.seq, transfer.end, event.seq),
                     request=row.request, lease=lease.id, transfer=transfer.id, step=event.step,
                     layer=layer,
                 )  # fmt: skip

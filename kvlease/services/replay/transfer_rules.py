@@ -4,6 +4,7 @@ import heapq
 from typing import final
 
 from kvlease.protocols.events import (
+    LayerRun,
     TransferDone,
     TransferFail,
     TransferLanded,
@@ -15,11 +16,13 @@ from kvlease.protocols.events import (
 )
 from kvlease.services.replay.opening_rules import OpeningRules, depend
 from kvlease.services.replay.pages import NO_RUNS
-from kvlease.services.replay.state import GRACE_NS, Landing, TransferState, World
+from kvlease.services.replay.state import GRACE_NS, Bundle, Landing, TransferState, World
 from kvlease.services.replay.transfer_ends import TransferEnds
 
 NUM_SLOWEST = 10
 """How many of the slowest transfers are told."""
+EVERY = -1
+"""Stands for the run of all layers among those of one."""
 
 
 @final
@@ -43,6 +46,11 @@ class TransferRules:
         self._bundles = world.head.bundles
         self._num_layers = world.head.num_layers
         self._every_layer = world.head.every_layer
+        self._all_layers = 0, world.head.num_layers
+        self._usual_runs: dict[LayerRun, int] = {
+            self._all_layers: EVERY,
+            **{(layer, 1): layer for layer in range(world.head.num_layers)},
+        }
         self.slowest: list[tuple[int, int, TransferState]] = []
         self._least_ns = 0  # what a transfer has to take to be one of them
 
@@ -89,6 +97,7 @@ class TransferRules:
 
     def _whole(self, event: TransferPlan, transfer: TransferState) -> None:
         """Check that every component moves, with the bytes that the head's come to (R5)."""
+        transfer.num_tails = event.tails
         bundle = self._bundles[(transfer.num_pages > 0) + 2 * (event.tails > 0)]
         transfer.bundle = bundle
         if self._world.keeps_landings:
@@ -106,13 +115,8 @@ class TransferRules:
                 "R5", what, (event.seq,), transfer=event.transfer, request=event.request,
                 component=component,
             )  # fmt: skip
-        first, count = event.layers
-        end = first + count
-        if not 0 <= first < end <= self._num_layers:
-            self._no_layers(transfer, first, count, "was planned for", seq=event.seq)
-        if first > bundle.first_layer or end < bundle.end_layer:
-            what = f"transfer {event.transfer} leaves out layers of its pages"
-            self._findings.violate("R5", what, (event.seq,), transfer=event.transfer)
+        if event.layers != self._all_layers:
+            self._some_layers(event, transfer, bundle)
         nbytes = transfer.num_pages * bundle.all_spans + event.tails * bundle.all_tails
         if event.nbytes != nbytes:
             what = (
@@ -122,6 +126,16 @@ class TransferRules:
             self._findings.violate(
                 "R5", what, (event.seq,), transfer=event.transfer, request=event.request
             )
+
+    def _some_layers(self, event: TransferPlan, transfer: TransferState, bundle: Bundle) -> None:
+        """Not all layers are planned: these have to be there, and to be all that have bytes."""
+        first, count = event.layers
+        end = first + count
+        if not 0 <= first < end <= self._num_layers:
+            self._no_layers(transfer, first, count, "was planned for", seq=event.seq)
+        if first > bundle.first_layer or end < bundle.end_layer:
+            what = f"transfer {event.transfer} leaves out layers of its pages"
+            self._findings.violate("R5", what, (event.seq,), transfer=event.transfer)
 
     def _tail(self, event: TransferPlan, transfer: TransferState) -> None:
         lease = self._sequences.get(event.reader)
@@ -141,23 +155,30 @@ class TransferRules:
 
     def record(self, event: TransferRecord) -> None:
         """Readers may be ordered behind these layers from now on."""
+        try:  # as a rule it is one layer, or all of them
+            transfer, layer = self._transfers[event.transfer], self._usual_runs[event.layers]
+        except KeyError:
+            self._record(event)
+            return
+        if not transfer.planned or event.components:
+            self._record(event)
+        elif layer == EVERY:
+            transfer.recorded = [event.seq] * self._num_layers
+        else:
+            transfer.recorded[layer] = event.seq
+
+    def _record(self, event: TransferRecord) -> None:
+        """Take layers that are told in parts or in runs, or that may not be as they should be."""
         seq, transfer = event.seq, self._transfers.get(event.transfer)
         if transfer is None or not transfer.planned:
             self._unplanned(event.transfer, seq, "was recorded")
             return
         first, count = event.layers
-        if count == 1 and 0 <= first < self._num_layers and not event.components:
-            transfer.recorded[first] = seq
-            return
-        recorded = transfer.recorded
-        if count == self._num_layers and first == 0 and not event.components:
-            recorded[:] = [seq] * count
-            return
         if not 0 <= first < first + count <= self._num_layers:
             self._no_layers(transfer, first, count, "recorded", seq)
         for layer in range(max(0, first), min(first + count, self._num_layers)):
             if not event.components or self._all(transfer, layer, event.components, "record"):
-                recorded[layer] = seq
+                transfer.recorded[layer] = seq
 
     def _no_layers(
         self, transfer: TransferState, first: int, count: int, doing: str, seq: int
@@ -181,27 +202,35 @@ class TransferRules:
 
     def layer_done(self, event: TransferLayerDone) -> None:
         """The bytes of these layers are true, the completion says."""
+        transfer = self._transfers.get(event.transfer)
+        if transfer is None or (bundle := transfer.bundle) is None or event.components:
+            self._layers_done(event)
+            return
+        try:  # as a rule it is one layer that has bytes to move
+            layer = bundle.one_layer[event.layers]
+        except KeyError:
+            self._layers_done(event)
+            return
+        planned = transfer.num_pages * bundle.span_nbytes[layer]
+        if transfer.num_tails:
+            planned += transfer.num_tails * bundle.tail_nbytes[layer]
+        transfer.done[layer] = transfer.latest = event.seq
+        transfer.done_mask |= 1 << layer
+        if not transfer.recorded[layer]:
+            self._unrecorded(transfer, layer, event.seq)
+        if event.nbytes != planned:
+            self._other(transfer, layer, event.nbytes, planned, event.seq)
+
+    def _layers_done(self, event: TransferLayerDone) -> None:
+        """Take layers that are told in parts or in runs, or that may not be as they should be."""
         seq, transfer = event.seq, self._transfers.get(event.transfer)
         if transfer is None or not transfer.planned:
             self._unplanned(event.transfer, seq, "had layers done")
             return
-        bundle, plan = transfer.bundle, transfer.plan
+        bundle = transfer.bundle
         assert bundle is not None, "a planned transfer has one"
-        assert plan is not None
         (first, count), components = event.layers, event.components
         num_layers, planned = self._num_layers, 0
-        if count == 1 and 0 <= first < num_layers and not components:  # as a rule
-            if bundle.layer_mask >> first & 1:
-                planned = transfer.num_pages * bundle.span_nbytes[first]
-                if plan.tails:
-                    planned += plan.tails * bundle.tail_nbytes[first]
-                transfer.done[first] = transfer.latest = seq
-                transfer.done_mask |= 1 << first
-                if not transfer.recorded[first]:
-                    self._unrecorded(transfer, first, seq)
-            if event.nbytes != planned:
-                self._other(transfer, first, event.nbytes, planned, seq)
-            return
         if not 0 <= first < first + count <= num_layers:
             self._no_layers(transfer, first, count, "was done with", seq)
         for layer in range(max(0, first), min(first + count, num_layers)):
@@ -210,7 +239,7 @@ class TransferRules:
             ):
                 continue
             planned += transfer.num_pages * bundle.span_nbytes[layer]
-            planned += plan.tails * bundle.tail_nbytes[layer]
+            planned += transfer.num_tails * bundle.tail_nbytes[layer]
             transfer.done[layer] = transfer.latest = seq
             transfer.done_mask |= 1 << layer
             if not transfer.recorded[layer]:
