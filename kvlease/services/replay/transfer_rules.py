@@ -14,9 +14,10 @@ from kvlease.protocols.events import (
     TransferRecord,
     TransferRevoke,
 )
+from kvlease.services.replay.head import Bundle
 from kvlease.services.replay.opening_rules import OpeningRules, depend
 from kvlease.services.replay.pages import NO_RUNS
-from kvlease.services.replay.state import GRACE_NS, Bundle, Landing, TransferState, World
+from kvlease.services.replay.state import GRACE_NS, Landing, TransferState, World
 from kvlease.services.replay.transfer_ends import TransferEnds
 
 NUM_SLOWEST = 10
