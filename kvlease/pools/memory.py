@@ -106,6 +106,8 @@ class Memory:
 
     def take_back(self, released: Released, blockers: Iterable[Blocker] = ()) -> None:
         """Put what the index let go into quarantine, until the blockers have settled (R6)."""
+        if not released:
+            return
         if self.sums is not None:
             self.sums.forget(released)
         waiting = tuple(blockers)

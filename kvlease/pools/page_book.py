@@ -7,6 +7,7 @@ sequence state and of kept tails are booked the same way.
 
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import Protocol, final
 
 from attrs import frozen
@@ -111,8 +112,10 @@ class PageBook:
         self._reserved += num_pages
         return Reservation(num_pages)
 
-    def take(self, reservation: Reservation, num_pages: int) -> "array[int]":
-        """Turn part of a promise into held pages; returns their ids."""
+    def take(
+        self, reservation: Reservation, num_pages: int, *, sealed: bool = False
+    ) -> "array[int]":
+        """Turn part of a promise into held pages, or into ``sealed`` ones; returns their ids."""
         if num_pages > reservation.remaining:
             raise UsageError(
                 f"{self.name}: a reservation of {reservation.remaining} pages cannot give"
@@ -121,24 +124,25 @@ class PageBook:
             )
         reservation.remaining -= num_pages
         self._reserved -= num_pages
-        return self._hand_out(num_pages)
+        events = (PageEvent.ACQUIRE, PageEvent.SEAL) if sealed else (PageEvent.ACQUIRE,)
+        return self._hand_out(num_pages, events)
 
     def forfeit(self, reservation: Reservation) -> None:
         """Give back what is left of a promise; may be called twice."""
         self._reserved -= reservation.remaining
         reservation.remaining = 0
 
-    def acquire(self, num_pages: int) -> "array[int]":
-        """Reserve and take in one call; raises PagesUnavailable. Returns held pages."""
-        return self.take(self.reserve(num_pages), num_pages)
+    def acquire(self, num_pages: int, *, sealed: bool = False) -> "array[int]":
+        """Reserve and take in one call; raises PagesUnavailable. Returns held or sealed pages."""
+        return self.take(self.reserve(num_pages), num_pages, sealed=sealed)
 
-    def _hand_out(self, num_pages: int) -> "array[int]":
+    def _hand_out(self, num_pages: int, events: tuple[PageEvent, ...]) -> "array[int]":
         if num_pages == 0:
             return array("i")
         pages = self._free[-num_pages:]
         pages.reverse()  # ascending where possible: fewer runs in logs and copies
         del self._free[-num_pages:]
-        self._move(pages, PageEvent.ACQUIRE)
+        self._move(pages, *events)
         return pages
 
     def seal(self, pages: "array[int]") -> None:
@@ -199,14 +203,14 @@ class PageBook:
         epochs = self.epochs
         return runs_of(pages, [epochs[page] for page in pages])
 
-    def _move(self, pages: "array[int]", event: PageEvent) -> None:
+    def _move(self, pages: "array[int]", *events: PageEvent) -> None:
         """Step all pages or none through the page machine."""
         if not pages:
             return
         state = self._state
         before = state[pages[0]]
         try:
-            after = _CODE[step_page(_STATES[before], event)]
+            after = _CODE[reduce(step_page, events, _STATES[before])]
         except IllegalTransition as error:
             raise LedgerImbalance(f"{self.name}: page {pages[0]}: {error}", error.rule) from None
         moved = 0

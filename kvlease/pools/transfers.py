@@ -64,7 +64,8 @@ class Transfers:
         if match.host_pages == 0 and match.tail is None:
             return None
         planned = self._blank("load", (held.cursor,), request)
-        self._attach(planned, match, self._memory.device.take(held.reservation, match.host_pages))
+        device, count = self._memory.device, match.host_pages
+        self._attach(planned, match, device.take(held.reservation, count, sealed=True))
         held.lease.pages[:] = match.pages
         resumed = None
         if match.tail is not None:
@@ -86,7 +87,6 @@ class Transfers:
             return
         attached = self._index.attach_device(match, pages, planned)
         assert not attached.unused, "nobody loads between match and plan"
-        memory.device.seal(pages)
         if memory.sums is not None:
             memory.sums.copied("host", zip(planned.source, pages, strict=True))
         if memory.poison:
@@ -107,7 +107,7 @@ class Transfers:
         wants_tail = tail is not None and tail.device.slot is None
         if not (match.host_pages or wants_tail):
             return None
-        pages = memory.device.acquire(match.host_pages)
+        pages = memory.device.acquire(match.host_pages, sealed=True)
         planned = self._blank("load", (match.cursor,), 0)
         self._attach(planned, match, pages)
         lifted = self._lift_tail(planned, tail) if wants_tail and tail is not None else None
@@ -123,8 +123,7 @@ class Transfers:
         if not slots.available or source is None:
             memory.take_back(self._index.unpin_tail(tail))
             return None
-        target = slots.acquire(1)
-        slots.seal(target)
+        target = slots.acquire(1, sealed=True)
         self._index.attach_tail_device(tail, target[0], planned)
         if memory.sums is not None:
             memory.sums.tails_copied("host", [(source, target[0])])
@@ -190,10 +189,9 @@ class Transfers:
         if not (source or wanted):
             return None
         planned = self._blank("store", places, request)
-        pages = memory.host.acquire(len(source))
+        pages = memory.host.acquire(len(source), sealed=True)
         if pages:
             self._index.attach_host(nodes, pages, planned)
-            memory.host.seal(pages)
             if memory.sums is not None:
                 memory.sums.copied("device", zip(source, pages, strict=True))
         kept = self._store_tails(planned, wanted)
@@ -220,8 +218,7 @@ class Transfers:
                 chosen.append(tail)
         if not chosen:
             return (), ()
-        target = slots.acquire(len(chosen))
-        slots.seal(target)
+        target = slots.acquire(len(chosen), sealed=True)
         for tail, slot in zip(chosen, target, strict=True):
             self._index.attach_tail_host(tail, slot, planned)
             self._index.pin_tail(tail)

@@ -97,12 +97,13 @@ class UnifiedPool:
         """
         device = self.memory.device
         device.reclaim()
+        short = num_pages - device.available
+        if short <= 0:
+            return True
         if not self.could_have(num_pages):
             return False  # evicting would empty the cache and still not be enough
-        short = num_pages - device.available
-        if short > 0:
-            released = self.index.evict_device(short, not self.spares_last_copies)
-            self.memory.evict(released, "device")
+        released = self.index.evict_device(short, not self.spares_last_copies)
+        self.memory.evict(released, "device")
         short = num_pages - device.available
         if self.spares_last_copies:
             self.unstored_pages = max(self.unstored_pages, short)
