@@ -98,10 +98,10 @@ class LeaseRules:
     ) -> None:
         """The pages that a sequence begins with: each sealed one at its place (R10)."""
         place, page_tokens, runs, places = 0, self._page_tokens, lease.prefix, pages.places
-        told = set(arriving)
+        told = set(arriving) if arriving else ()
         for run in runs:
             first, count, _ = run
-            if told and run in told:
+            if run in told:
                 if lease.arriving is None:
                     lease.arriving = []
                 lease.arriving.append((run, place))

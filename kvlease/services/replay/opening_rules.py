@@ -30,14 +30,6 @@ def depend(lease: SequenceState, transfer: TransferState, seq: int) -> None:
         lease.last = max(lease.last, seq)
 
 
-def _is_settled(transfer: TransferState, after: int) -> bool:
-    """Whether no opening from ``after`` on can be early: all is recorded, and landings untold."""
-    recorded = transfer.recorded  # empty before the plan
-    if transfer.landing is not None or not recorded or 0 in recorded:
-        return False
-    return max(recorded) <= after
-
-
 @final
 class OpeningRules:
     """Judges openings of leases that depend on transfers, and keeps those still in doubt."""
@@ -66,7 +58,13 @@ class OpeningRules:
     def check(self, lease: SequenceState, mask: int, after: int, step: int, seq: int) -> None:
         """Judge openings of the layers in ``mask``, none before ``after``, told at ``seq``."""
         assert lease.depends is not None
-        doubtful = [one for one in lease.depends if not _is_settled(one, after)]
+        doubtful: list[TransferState] = []
+        for transfer in lease.depends:
+            recorded = transfer.recorded  # empty before the plan
+            # All recorded, and landings untold: no opening from `after` on can be early.
+            is_recorded = recorded and 0 not in recorded and max(recorded) <= after
+            if not is_recorded or transfer.landing is not None:
+                doubtful.append(transfer)
         if doubtful:
             self._check(lease, doubtful, mask, after, step, seq)
 

@@ -197,7 +197,10 @@ class Pages:
                 else:
                     self.pins.up([run])
             elif count > 1 and self.are(first, count, epoch, SEALED):
-                self.pins.up([run])
+                if FULL in (part := counts[first : first + count]):
+                    self.pins.up([run])
+                else:
+                    counts[first : first + count] = part.translate(_UP)
             else:
                 odd = [*odd, run]
         return odd

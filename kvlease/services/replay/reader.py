@@ -19,7 +19,7 @@ from kvlease.errors import BadInput
 from kvlease.protocols.events import SCHEMA_VERSION, AnyEvent, Event, LogOpen
 from kvlease.services.replay.bounds import beyond_bounds
 
-BLOCK_BYTES = 1 << 15
+BLOCK_BYTES = 1 << 16
 """Read and decoded at once: few enough events that their memory stays in the processor's caches."""
 
 Block: TypeAlias = tuple[int, list[Event]]

@@ -121,7 +121,7 @@ class StepRules:
                 and end <= lease.limit
             ):
                 lease.written = end
-                lease.published += row.published
+                lease.published = lease.published + row.published
             else:
                 self._row(lease, event, row)
         if self._tells_ran and not self._ran.pop(event.step, 0):
@@ -260,22 +260,18 @@ class StepRules:
             transfer=0 if tail is None else tail.id,
         )  # fmt: skip
 
-    def _opened(self, lease: SequenceState, event: StepDone) -> int:
-        """Layers that the step named by ``read`` opened of a lease."""
-        return self._every_layer if lease.whole.step == event.read else lease.mask
-
     def _depending(self, lease: SequenceState, event: StepDone, row: Row) -> None:
         """Publishing needs every layer that was opened to be done (R2)."""
         before, lease.last = lease.last, event.seq
         depends = lease.depends
         assert depends is not None
         ran = self._ran.get(event.step, 0)
+        opened = self._every_layer if lease.whole.step == event.read else lease.mask
         if event.read != event.step:
-            self._openings.check(lease, self._opened(lease, event), before, event.step, event.seq)
+            self._openings.check(lease, opened, before, event.step, event.seq)
         for transfer in [*depends]:
             bundle = transfer.bundle
-            open_layers = 0 if bundle is None else bundle.layer_mask & ~transfer.done_mask
-            missing = open_layers & self._opened(lease, event)
+            missing = 0 if bundle is None else opened & bundle.layer_mask & ~transfer.done_mask
             if missing:
                 layer = (missing & -missing).bit_length() - 1
                 what = (
@@ -288,7 +284,7 @@ class StepRules:
                     layer=layer,
                 )  # fmt: skip
             if ran and bundle is not None and event.read == event.step:
-                self._ran_early(lease, event, transfer, bundle.layer_mask, ran)
+                self._ran_early(lease, event, transfer, bundle.layer_mask & opened, ran)
             is_landed = transfer.landing is None or not transfer.landing.left
             if transfer.ended == "done" and is_landed and transfer.latest <= before:
                 depends.remove(transfer)
@@ -301,7 +297,6 @@ class StepRules:
         self, lease: SequenceState, event: StepDone, transfer: TransferState, mask: int, ran: int
     ) -> None:
         """The step's work is over later than what it read is done: its stream has waited (R2)."""
-        mask &= self._opened(lease, event)
         for layer in range(mask.bit_length()):
             if mask >> layer & 1 and transfer.done[layer] > ran:
                 what = (
