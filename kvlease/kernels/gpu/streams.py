@@ -297,9 +297,10 @@ def _launch_project(
     shares = triton.next_power_of_2(triton.cdiv(width, block))
     sums = result.new_empty((shares, num_rows, columns), dtype=torch.float32)
     squares = result.new_empty((shares, num_rows), dtype=torch.float32)
-    _project[(triton.cdiv(num_rows, 16), shares)](
+    tall = 16 if num_rows <= 16 else 32
+    _project[(triton.cdiv(num_rows, tall), shares)](
         streams, tokens, added, mixing, result, mixer.projection, sums, squares, num_rows,
-        *strides, COLUMNS=columns, BM=16, BD=block, num_warps=4, **common,
+        *strides, COLUMNS=columns, BM=tall, BD=block, num_warps=4, **common,
         **early_launch(_project),
     )  # fmt: skip
     return Mixed(result, sums, squares)
@@ -323,7 +324,8 @@ def enter_streams(
         mixed.streams, mixed.sums, mixed.squares, mixer.scale, mixer.base, weight, hidden, mixing,
         num_rows, numbers.eps, numbers.norm_eps, D=width, BD=block, S=lanes,
         OUTPUTS=mixer.outputs, COLUMNS=mixer.projection.shape[1], SHARES=mixed.sums.shape[0],
-        ITERATIONS=numbers.sinkhorn_iterations, BR=together, num_warps=8 if block >= 2048 else 4,
+        ITERATIONS=numbers.sinkhorn_iterations, BR=together,
+        num_warps=8 if block >= 2048 and num_rows > _FEW else 4,
         **early_launch(_enter),
     )  # fmt: skip
     return hidden, mixing
