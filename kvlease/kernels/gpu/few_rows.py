@@ -80,6 +80,9 @@ def multiply_few(rows: Tensor, weight: Tensor, *, dtype: torch.dtype = torch.flo
     side = rows_side(num_rows)
     # many short programs of many rows: less memory each, so that more of them run at once
     is_short = side >= 64 and deep <= 1024 and blocks > 2 * _PROGRAMS
+    if is_short and blocks <= 4 * _PROGRAMS:
+        # half as many, so that all run at once: two on each multiprocessor
+        tall = 2 * tall
     wide = 64 if is_short else 128
     step = min(wide, triton.next_power_of_2(deep))
     shares = 1

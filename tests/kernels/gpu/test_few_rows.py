@@ -27,7 +27,9 @@ def close(got: Tensor, wanted: Tensor, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "groups", "outputs", "deep"), [(1, 1, 72, 96), (16, 3, 16, 640)])
+@pytest.mark.parametrize(
+    ("rows", "groups", "outputs", "deep"), [(1, 1, 72, 96), (16, 3, 16, 640), (40, 1, 16500, 32)]
+)
 def test_products(
     rows: int, groups: int, outputs: int, deep: int, dtype: torch.dtype, device: str
 ) -> None:
