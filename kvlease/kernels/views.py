@@ -36,11 +36,12 @@ class RowIndex:
     Keeps what it was given alive, so that identities stay distinct; drop it with the step.
     """
 
-    __slots__ = ("_memo",)
+    __slots__ = ("_above", "_memo")
 
     def __init__(self) -> None:
         """Start empty."""
         self._memo: dict[tuple[int, ...], tuple[Tensor, tuple[object, ...]]] = {}
+        self._above: dict[tuple[int, ...], tuple[bool, tuple[object, ...]]] = {}
 
     def flat(
         self,
@@ -105,11 +106,13 @@ class RowIndex:
     def above_floor(self, floor: Tensor, sequences: Tensor, rows: Tensor) -> bool:
         """Return whether every row lies at or above its sequence's floor."""
         key = (id(floor), id(sequences), id(rows))
-        found = self._memo.get(key)
+        found = self._above.get(key)
         if found is None:
-            value = (rows >= floor[sequences]).all()
-            found = self._memo[key] = value, (floor, sequences, rows)
-        return bool(found[0])
+            # by numpy: torch gives Python's lock away in each of these small operations, and a
+            # decode step is launched behind them
+            value = bool((rows.numpy() >= floor.numpy()[sequences.numpy()]).all())
+            found = self._above[key] = value, (floor, sequences, rows)
+        return found[0]
 
 
 def _flat_rows(table: Tensor, sequences: Tensor, rows: Tensor, rows_per_page: int) -> Tensor:
