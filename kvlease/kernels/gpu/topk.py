@@ -22,6 +22,8 @@ PART = 16384
 SLOTS = 8192
 """What parts have chosen that one program chooses of; at least twice as many as are chosen."""
 _LANES = 128
+_VECTOR = 16
+"""What sizes and addresses are multiples of where kernels are compiled to load four by four."""
 
 
 def choose_rows(
@@ -56,11 +58,12 @@ def choose_rows(
     size = warps * chunks * _LANES
     parts = triton.cdiv(width, size)
     options = {"K": k, "RATIO": ratio, **early_launch(choose_parts)}
+    aligned = all(n % _VECTOR == 0 for n in (width, scores.stride(0), scores.data_ptr()))
     best = (out, out) if parts == 1 else _memory(scores, parts, k)
     choose_parts[(num_queries, parts)](
         scores, positions, table, out, *best, scores.stride(0), table.stride(0),
         out.stride(0), width, parts, PAGE_ROWS=rows_per_page, WARPS=warps, CHUNKS=chunks,
-        LIST=_list(warps, k), num_warps=warps, **options,
+        LIST=_list(warps, k), FOURS=options["EARLY"] and aligned, num_warps=warps, **options,
     )  # fmt: skip
     while parts > 1:
         warps, chunks = _spread(min(parts * k, max(SLOTS, 2 * k)), k)
@@ -69,7 +72,8 @@ def choose_rows(
         to = (out, out) if groups == 1 else _memory(scores, groups, k)
         choose_of_parts[(num_queries, groups)](
             positions, out, *best, *to, out.stride(0), parts, size, WARPS=warps, CHUNKS=chunks,
-            LIST=_list(warps, k), num_warps=warps, **options,
+            LIST=_list(warps, k), FOURS=options["EARLY"] and k % _VECTOR == 0, num_warps=warps,
+            **options,
         )  # fmt: skip
         best, parts, size = to, groups, size * take
 

@@ -45,7 +45,7 @@ def sortable(scores):
 
 
 @triton.jit
-def _find_bar(keys, lanes, low, shift, k, enough, space, KEYS: tl.constexpr, WARPS: tl.constexpr):
+def _find_bar(keys, low, shift, k, enough, space, WARPS: tl.constexpr):
     """Return a bar that k keys reach, how many do, and how many of those do not lie at it.
 
     Not more than ``enough`` reach it, or it is a single key, above which fewer than k lie. Where
@@ -59,7 +59,7 @@ def _find_bar(keys, lanes, low, shift, k, enough, space, KEYS: tl.constexpr, WAR
     while searching:
         far = keys - low
         bins = tl.minimum(far >> shift.to(tl.uint32), BINS - 1).to(tl.int32)
-        bin, reach, beyond = find_bin(space, bins, far <= span, lanes, k - above, KEYS, WARPS)
+        bin, reach, beyond = find_bin(space, bins, far <= span, k - above, WARPS)
         step = bin.to(tl.uint32) << shift.to(tl.uint32)
         low += step
         if (reach < k - above) & (low > 1):
@@ -121,15 +121,14 @@ def _lowest(words, count, space):
 
 @triton.jit
 def candidates(
-    keys, count, k, space, WARPS: tl.constexpr, CHUNKS: tl.constexpr, LIST: tl.constexpr
-):
+    keys, count, k, space, WARPS: tl.constexpr, CHUNKS: tl.constexpr, LIST: tl.constexpr,
+    FOURS: tl.constexpr,
+):  # fmt: skip
     """Return the indices of keys that hold the best k of ``count`` above 0, or all of them.
 
     Returns indices in order, as `slots`, how many they are, and between which keys they lie. Of
-    equal keys the first are taken.
+    equal keys the first are taken. ``FOURS``: keys were loaded four by four (`words_of`).
     """
-    KEYS: tl.constexpr = WARPS * CHUNKS * 128
-    lanes = tl.arange(0, 128) // 4
     low = tl.full([], 1, tl.uint32)
     high = low
     if count > k:
@@ -138,20 +137,16 @@ def candidates(
         if low == 0:
             low = tl.maximum(high, _GUESS + 1) - _GUESS
         shift = _shift(high - low)
-        low, _, _ = _find_bar(
-            tops, lanes[None, :], low, shift, k, k + k // 8, space, WARPS * 128, WARPS
-        )
-    words = words_of(keys >= low, space, WARPS, CHUNKS)
+        low, _, _ = _find_bar(tops, low, shift, k, k + k // 8, space, WARPS)
+    words = words_of(keys >= low, WARPS, CHUNKS, FOURS)
     places, total = running(space, ones(words, space), WARPS)
     if total > LIST:
         # many equal keys, or the best side by side
         shift = _shift(high - low)
-        low, reach, above = _find_bar(
-            keys, lanes[None, None, :], low, shift, k, k, space, KEYS, WARPS
-        )
-        words = words_of(keys >= low, space, WARPS, CHUNKS)
+        low, reach, above = _find_bar(keys, low, shift, k, k, space, WARPS)
+        words = words_of(keys >= low, WARPS, CHUNKS, FOURS)
         if reach > k:
-            level = words_of(keys == low, space, WARPS, CHUNKS)
+            level = words_of(keys == low, WARPS, CHUNKS, FOURS)
             places, _ = running(space, ones(level, space), WARPS)
             if space is not None:
                 tl.debug_barrier()
@@ -161,17 +156,16 @@ def candidates(
 
 
 @triton.jit
-def best(few, total, low, high, k, space, LIST: tl.constexpr, WARPS: tl.constexpr):
+def best(few, total, low, high, k, space, WARPS: tl.constexpr):
     """Return which of ``total`` keys are the best k, and the places of those among them.
 
     ``few`` is in order, as `slots`, 0 behind ``total``; all others are from ``low`` to ``high``.
     """
     chosen = few > 0
     if total > k:
-        lanes = tl.arange(0, 32)[None, None, :]
         # the bar is low among these
         shift = tl.maximum(_shift(high - low) - _ZOOM, 0)
-        low, reach, above = _find_bar(few, lanes, low, shift, k, k, space, LIST, WARPS)
+        low, reach, above = _find_bar(few, low, shift, k, k, space, WARPS)
         chosen = few >= low
         if reach > k:
             level = few == low

@@ -22,7 +22,8 @@ def _rows(WARPS: tl.constexpr, CHUNKS: tl.constexpr):
 def choose_parts(
     scores, positions, table, out, best_keys, best_rows, scores_stride, table_stride,
     out_stride, width, parts, K: tl.constexpr, RATIO: tl.constexpr, PAGE_ROWS: tl.constexpr,
-    WARPS: tl.constexpr, CHUNKS: tl.constexpr, LIST: tl.constexpr, EARLY: tl.constexpr,
+    WARPS: tl.constexpr, CHUNKS: tl.constexpr, LIST: tl.constexpr, FOURS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Choose the best k of one part of every row, or all of a part that has no more."""
     PART: tl.constexpr = WARPS * CHUNKS * 128
@@ -47,14 +48,14 @@ def choose_parts(
         tl.store(out + row * out_stride + lanes, -1, mask=(lanes >= visible) & (lanes < K))
     if visible > start:
         count = tl.minimum(visible - start, PART)
-        index, total, low, high = candidates(keys, count, K, space, WARPS, CHUNKS, LIST)
+        index, total, low, high = candidates(keys, count, K, space, WARPS, CHUNKS, LIST, FOURS)
         there = slots(LIST, WARPS) < total
         index = start + tl.where(there, index, 0)
         few = sortable(get(scores, index, there, space).to(tl.float32, bitcast=True))
         few = tl.where(there, few, 0)
         page = get(table + row * table_stride, index // PAGE_ROWS, there, space)
         names = page * PAGE_ROWS + index % PAGE_ROWS
-        chosen, place = best(few, total, low, high, K, space, LIST, WARPS)
+        chosen, place = best(few, total, low, high, K, space, WARPS)
         if visible <= PART:
             put(out + row * out_stride, place, names, chosen, space)
         else:
@@ -67,7 +68,8 @@ def choose_parts(
 def choose_of_parts(
     positions, out, part_keys, part_rows, best_keys, best_rows, out_stride, parts, size,
     K: tl.constexpr, RATIO: tl.constexpr, WARPS: tl.constexpr, CHUNKS: tl.constexpr,
-    LIST: tl.constexpr, EARLY: tl.constexpr,
+    LIST: tl.constexpr, FOURS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Choose the best k of what some parts, of ``size`` rows each, have left of every row."""
     TAKE: tl.constexpr = WARPS * CHUNKS * 128 // K
@@ -91,11 +93,11 @@ def choose_of_parts(
         full = (visible - start - 1) // size
         rest = tl.minimum(visible - start - full * size, K)
         count = tl.minimum(full * K + rest, TAKE * K)
-        index, total, low, high = candidates(keys, count, K, space, WARPS, CHUNKS, LIST)
+        index, total, low, high = candidates(keys, count, K, space, WARPS, CHUNKS, LIST, FOURS)
         there = slots(LIST, WARPS) < total
         few = get(part_keys, index, there, space).to(tl.uint32, bitcast=True)
         names = get(part_rows, index, there, space)
-        chosen, place = best(few, total, low, high, K, space, LIST, WARPS)
+        chosen, place = best(few, total, low, high, K, space, WARPS)
         if visible <= TAKE * size:
             put(out + row * out_stride, place, names, chosen, space)
         else:

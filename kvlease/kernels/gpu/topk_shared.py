@@ -202,21 +202,20 @@ def ends(space, lows, highs, WARPS: tl.constexpr):
 
 
 @triton.jit
-def find_bin(space, bins, mask, lanes, k, KEYS: tl.constexpr, WARPS: tl.constexpr):
+def find_bin(space, bins, mask, k, WARPS: tl.constexpr):
     """Return the highest bin that k marked keys reach, how many do, and how many are beyond it.
 
-    Where fewer than k keys are marked it is bin 0. ``lanes``: of the threads that hold the keys.
+    Where fewer than k keys are marked it is bin 0.
     """
     own = slots(BINS, WARPS) ^ (BINS - 1)
     if space is None:
-        downwards = tl.reshape(bins ^ (BINS - 1), [KEYS])
-        held = tl.histogram(downwards, BINS, mask=tl.reshape(mask, [KEYS]))
+        held = tl.histogram(tl.ravel(bins) ^ (BINS - 1), BINS, mask=tl.ravel(mask))
         counts = tl.reshape(held, [WARPS, 32, BINS // (WARPS * 32)])
         counts = tl.trans(counts, [2, 0, 1])
     else:
-        # unmarked keys count too, where no one looks: a branch for each key takes longer
-        spare = space + _SPARE + lanes * 4
-        _run(_ADD, "=r,r", [tl.where(mask, _counter(space, bins), spare)])
+        # unmarked keys count too, where no one looks: a branch for each key takes longer, and
+        # those of a warp that count in one place do so at once
+        _run(_ADD, "=r,r", [tl.where(mask, _counter(space, bins), space + _SPARE)])
         tl.debug_barrier()
         counts = _run(_TAKE, "=r,r", [_counter(space, own)])
     reach = upto(space, counts, WARPS)
@@ -249,9 +248,12 @@ def ones(words, space):
 
 
 @triton.jit
-def words_of(mask, space, WARPS: tl.constexpr, CHUNKS: tl.constexpr):
-    """Return marks as bits in the order of rows, CHUNKS * 4 of each thread, [WARPS, 32]."""
-    if space is None:
+def words_of(mask, WARPS: tl.constexpr, CHUNKS: tl.constexpr, FOURS: tl.constexpr):
+    """Return marks as bits in the order of rows, CHUNKS * 4 in each word, [WARPS, 32].
+
+    ``FOURS``: lane l of a warp holds marks 4 l to 4 l + 3 of each of its chunks.
+    """
+    if not FOURS:
         bits = tl.reshape(mask.to(tl.int32), [WARPS, 32, CHUNKS * 4])
         return tl.sum(bits << tl.arange(0, CHUNKS * 4)[None, None, :], axis=2)
     else:
