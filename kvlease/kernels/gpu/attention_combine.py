@@ -3,7 +3,7 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvlease.kernels.gpu import attention_core as core
 from kvlease.kernels.gpu import attention_tiles as at
@@ -32,15 +32,23 @@ def sum_shares(
 def combine(
     queries, turn, partial, D: tl.constexpr, ROPE: tl.constexpr, SPLITS: tl.constexpr,
     SPLITS_2: tl.constexpr, PART: tl.constexpr, STEP: tl.constexpr, TURN: tl.constexpr,
-    PDL: tl.constexpr,
+    NEXT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Join PART channels of one head of one query row, with the sink in the denominator."""
+    """Join PART channels of one head of one query row, with the sink in the denominator.
+
+    NEXT: let the next kernel be set up meanwhile.
+    """
     n, head = tl.program_id(0), tl.program_id(1)
     first = tl.program_id(2) * PART
     sink = tl.load(queries.sinks + head) * core.LOG2_E
     position = tl.maximum(tl.load(queries.positions + n), 0)
-    if PDL:
+    cos, sin = None, None
+    if TURN:
+        cos, sin = at.angles(turn.cos, turn.sin, position, first - (D - ROPE), PART, ROPE)
+    if EARLY:
         gdc_wait()
+    if EARLY and NEXT:
+        gdc_launch_dependents()
     row = n.to(tl.int64) * SPLITS * queries.num_heads + head
     shares = tl.arange(0, SPLITS_2)
     where = partial.stats + (row + shares * queries.num_heads) * 2
@@ -54,6 +62,6 @@ def combine(
     total = tl.exp2(sink - top) + tl.sum(totals * tl.exp2(peaks - top), 0)
     values = tl.reshape(values / total, (1, PART))
     if TURN:
-        values = at.rotate_back(values, turn.cos, turn.sin, position, first - (D - ROPE), ROPE)
+        values = at.rotate_back(values, cos, sin)
     at.put(queries.out, n.to(tl.int64) * queries.num_heads * D + first, head + tl.arange(0, 1),
            queries.num_heads, values, 0, D)  # fmt: skip

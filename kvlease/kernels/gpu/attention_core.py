@@ -11,6 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvlease.kernels.gpu import attention_tiles as at
 
@@ -70,6 +71,14 @@ class Partial(NamedTuple):
 
     sums: Tensor | None
     stats: Tensor | None
+
+
+@triton.jit
+def wait_for_inputs(EARLY: tl.constexpr):
+    """Wait for the kernel in front to end, and then let the next one be set up meanwhile."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit

@@ -18,11 +18,14 @@ SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 
 @gluon.jit
-def let_next_start(PDL: gl.constexpr):
-    """Let the kernel that joins the shares be set up while this one runs."""
-    if PDL:
+def wait_for_inputs(EARLY: gl.constexpr):
+    """Wait for the kernel in front to end, and then let the next one be set up meanwhile.
+
+    Not before: kernels that only wait would let one another fill the device.
+    """
+    if EARLY:
         gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0",
+            "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0",
             "=r",
             [],
             dtype=gl.int32,

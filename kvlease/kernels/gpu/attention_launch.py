@@ -12,6 +12,7 @@ from kvlease.kernels.gpu.attention_packed import attend_packed
 from kvlease.kernels.gpu.attention_plain import attend_plain
 from kvlease.kernels.gpu.attention_plan import Plan, Work, processors
 from kvlease.kernels.gpu.attention_wide import attend_wide
+from kvlease.kernels.gpu.early import early_launch
 
 LOG2_E = 1.4426950408889634
 
@@ -146,14 +147,14 @@ def launch(
             rows.q.new_empty((*shape, width), dtype=float32),
             rows.q.new_empty((*shape, 2), dtype=float32),
         )
-    pdl = plan.splits > 1 and isinstance(combine, triton.JITFunction)
     near, near_kind = _window(window)
     far, options = _chosen(chosen)
     rope = turn.cos.shape[1] * 2 if turn is not None else 0
     if chosen is not None and chosen.pool.is_packed:
         rope = chosen.pool.rope
     options |= {"D": width, "ROPE": rope, "SPLITS": plan.splits, "WINDOW": window_keys}
-    options |= {"NEAR": near_kind, "TURN": turn is not None, "PDL": pdl, "num_warps": plan.warps}
+    options |= {"NEAR": near_kind, "TURN": turn is not None, "num_warps": plan.warps}
+    options |= early_launch(combine)
     is_packed = "ROW" in options
     if is_packed:
         options["NEAR_PAGED"] = window.pool.paged if isinstance(window, Listed) else 0
@@ -176,7 +177,7 @@ def launch(
         kernel = attend_packed if is_packed else attend_plain
         kernel[grid](queries, near, far, turn, partial, **options)
     if plan.splits > 1:
-        _combine(queries, turn, partial, width, rope, plan.splits, pdl)
+        _combine(queries, turn, partial, width, rope, plan.splits)
 
 
 def _combine(
@@ -186,13 +187,11 @@ def _combine(
     width: int,
     rope: int,
     splits: int,
-    pdl: bool,
 ) -> None:
     num_rows, num_heads, _ = queries.q.shape
     # a warp joins all channels of a head, or a fourth of them where few rows would idle the device
     enough = 512 if splits <= 4 else 1024
     part = width if num_rows * num_heads >= enough else max(width // 4, rope)
-    options: dict[str, object] = {"launch_pdl": True} if pdl else {}
     combine[num_rows, num_heads, width // part](
         queries,
         turn,
@@ -204,9 +203,10 @@ def _combine(
         PART=part,
         STEP=8 if part == width else 32,
         TURN=turn is not None,
-        PDL=pdl,
+        # where joiners fill the device, what comes next would stand in their way
+        NEXT=num_rows * num_heads < 2048,
         num_warps=1,
-        **options,
+        **early_launch(combine),
     )
 
 

@@ -127,7 +127,7 @@ def finish(
 def attend_narrow(
     queries, window, chosen, turn, partial, D: gl.constexpr, ROPE: gl.constexpr,
     SPLITS: gl.constexpr, WINDOW: gl.constexpr, NEAR: gl.constexpr, CHOSEN: gl.constexpr,
-    PAGE: gl.constexpr, PAGED: gl.constexpr, TURN: gl.constexpr, PDL: gl.constexpr,
+    PAGE: gl.constexpr, PAGED: gl.constexpr, TURN: gl.constexpr, EARLY: gl.constexpr,
     HEADS: gl.constexpr, KEYS: gl.constexpr, TILES: gl.constexpr, ROW: gl.constexpr = 0,
     SCALE_ROW: gl.constexpr = 0, NEAR_PAGED: gl.constexpr = 0,
 ):  # fmt: skip
@@ -137,7 +137,7 @@ def attend_narrow(
     """
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [HEADS // 16, 4], [16, 8])
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [HEADS // 4, 1], [1, 0])
-    share.let_next_start(PDL)
+    share.wait_for_inputs(EARLY)
     n, first_head, split = gl.program_id(0), gl.program_id(1) * HEADS, gl.program_id(2)
     mine = share.share_of(
         queries, chosen, n, split, WINDOW, NEAR, CHOSEN, SPLITS, KEYS)  # fmt: skip

@@ -6,7 +6,6 @@ Keys and sums lie in four parts of power-of-two widths A + B + C = D - ROPE, and
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from kvlease.kernels.gpu import attention_core as core
 from kvlease.kernels.gpu import attention_tiles as at
@@ -151,11 +150,10 @@ def attend_packed(
     BLOCK_H: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
     NEAR: tl.constexpr, CHOSEN: tl.constexpr, PAGE: tl.constexpr, PAGED: tl.constexpr,
     NEAR_PAGED: tl.constexpr, ROW: tl.constexpr, SCALE_ROW: tl.constexpr, A: tl.constexpr,
-    B: tl.constexpr, C: tl.constexpr, TURN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    B: tl.constexpr, C: tl.constexpr, TURN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Attend one query row's heads to one share of its keys."""
-    if PDL:
-        gdc_launch_dependents()
+    core.wait_for_inputs(EARLY)
     n, split = tl.program_id(0), tl.program_id(2)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     position, count, limit, far_tiles, first, last = core.share_of(
@@ -177,6 +175,7 @@ def attend_packed(
                                    ROW, SCALE_ROW, NEAR_PAGED)  # fmt: skip
             acc, peak, total = absorb(q, keys, acc, peak, total, seen, queries.scale)
     if TURN and SPLITS == 1:
-        back = at.rotate_back(acc[3], turn.cos, turn.sin, tl.maximum(position, 0), 0, ROPE)
+        cos, sin = at.angles(turn.cos, turn.sin, tl.maximum(position, 0), 0, ROPE, ROPE)
+        back = at.rotate_back(acc[3], cos, sin)
         acc = acc[0], acc[1], acc[2], back
     finish_parts(acc, peak, total, queries, partial, n, split, heads, D, A, B, C, SPLITS)

@@ -3,7 +3,6 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from kvlease.kernels.gpu import attention_core as core
 from kvlease.kernels.gpu import attention_tiles as at
@@ -49,11 +48,10 @@ def attend_plain(
     queries, window, chosen, turn, partial, D: tl.constexpr, ROPE: tl.constexpr,
     BLOCK_H: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
     NEAR: tl.constexpr, CHOSEN: tl.constexpr, PAGE: tl.constexpr, PAGED: tl.constexpr,
-    TURN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    TURN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Attend one query row's heads to one share of its keys."""
-    if PDL:
-        gdc_launch_dependents()
+    core.wait_for_inputs(EARLY)
     n, split = tl.program_id(0), tl.program_id(2)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     position, count, limit, far_tiles, first, last = core.share_of(
@@ -72,7 +70,9 @@ def attend_plain(
         weights, fade, peak, total = at.weigh(logits, peak, total, seen, queries.scale)
         acc = tl.dot(weights.to(keys.dtype), keys, acc * fade[:, None])
     if TURN and SPLITS == 1:
-        acc = at.rotate_back(acc, turn.cos, turn.sin, tl.maximum(position, 0), ROPE - D, ROPE)
+        place = tl.maximum(position, 0)
+        cos, sin = at.angles(turn.cos, turn.sin, place, ROPE - D, D, ROPE)
+        acc = at.rotate_back(acc, cos, sin)
     core.finish(acc, total, queries, partial, n, split, heads, 0, D, SPLITS)
     if SPLITS > 1:
         core.leave_stats(partial, peak, total, n, split, heads, queries.num_heads, SPLITS)

@@ -49,18 +49,24 @@ def weigh(logits, peak, total, seen, scale):
 
 
 @triton.jit
-def rotate_back(values, cos, sin, position, first, ROPE: tl.constexpr):
-    """Undo RoPE, interleaved pairs, on [BLOCK_H, WIDTH] whose first channel is rotated channel
-    number ``first``; channels before number 0 are not rotated.
+def angles(cos, sin, position, first, WIDTH: tl.constexpr, ROPE: tl.constexpr):
+    """Load the angles of the pairs of WIDTH channels whose first one is rotated channel number
+    ``first``; channels before number 0 are not rotated.
     """
-    BLOCK_H: tl.constexpr = values.shape[0]
-    WIDTH: tl.constexpr = values.shape[1]
     pairs = tl.arange(0, WIDTH // 2) + first // 2
     at = position.to(tl.int64) * (ROPE // 2) + pairs
-    c = tl.load(cos + at, mask=pairs >= 0, other=1.0)[None, :]
-    s = tl.load(sin + at, mask=pairs >= 0, other=0.0)[None, :]
+    c = tl.load(cos + at, mask=pairs >= 0, other=1.0)
+    return c[None, :], tl.load(sin + at, mask=pairs >= 0, other=0.0)[None, :]
+
+
+@triton.jit
+def rotate_back(values, cos, sin):
+    """Undo RoPE, interleaved pairs, on [BLOCK_H, WIDTH]: cos, sin [1, WIDTH / 2] are `angles`."""
+    BLOCK_H: tl.constexpr = values.shape[0]
+    WIDTH: tl.constexpr = values.shape[1]
     even, odd = tl.split(tl.reshape(values, (BLOCK_H, WIDTH // 2, 2)))
-    return tl.reshape(tl.join(even * c + odd * s, odd * c - even * s), (BLOCK_H, WIDTH))
+    turned = tl.join(even * cos + odd * sin, odd * cos - even * sin)
+    return tl.reshape(turned, (BLOCK_H, WIDTH))
 
 
 @triton.jit

@@ -157,7 +157,7 @@ def add_up(
 def attend_wide(
     queries, window, chosen, turn, partial, items, groups, D: gl.constexpr, ROPE: gl.constexpr,
     SPLITS: gl.constexpr, WINDOW: gl.constexpr, NEAR: gl.constexpr, CHOSEN: gl.constexpr,
-    PAGE: gl.constexpr, PAGED: gl.constexpr, TURN: gl.constexpr, PDL: gl.constexpr,
+    PAGE: gl.constexpr, PAGED: gl.constexpr, TURN: gl.constexpr, EARLY: gl.constexpr,
     ROW: gl.constexpr = 0, SCALE_ROW: gl.constexpr = 0, NEAR_PAGED: gl.constexpr = 0,
 ):  # fmt: skip
     """Attend 64 heads of each query row to each share of its keys: ``items`` in all.
@@ -169,7 +169,7 @@ def attend_wide(
     SLOTS: gl.constexpr = 2 if ROW == 0 else 3
     WEIGH_REGISTERS: gl.constexpr = 120 if ROW == 0 else 96
     BRING_REGISTERS: gl.constexpr = 176 - WEIGH_REGISTERS
-    share.let_next_start(PDL)
+    share.wait_for_inputs(EARLY)
     q = gl.allocate_shared_memory(gl.bfloat16, [HEADS, D], share.SHARED)
     keys = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, KEYS, D], share.SHARED)
     seen = gl.allocate_shared_memory(gl.int16, [SLOTS, KEYS], LINE)
