@@ -83,6 +83,7 @@ def test_the_environment_names_the_file_and_lists_addresses(tmp_path: Path) -> N
         ("foo = 1", r"serve\.toml: foo: there is no such key"),
         ("[limits]\nmax_stream = 1", r"serve\.toml: limits\.max_stream: there is no such key"),
         ("[limits]\nmax_streams = 'x'", r"limits\.max_streams: Expected `int`"),
+        ("[engine]\ndecode_ahead = 'x'", r"engine\.decode_ahead: Expected `int`, got `str`"),
         ("[limits]\nmax_streams = 0", r"limits\.max_streams: max_streams is 0; give"),
         ("[engine]\ndevice_pags = 1", r"engine\.device_pags: .*known are .*device_pages"),
         ("[engine]\ntenant_salt = 'x'", r"engine\.tenant_salt: there is no such key"),

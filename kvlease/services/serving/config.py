@@ -263,7 +263,7 @@ def _place(message: str) -> tuple[str, str]:
     if unknown:
         name = unknown.group(1)
         return f"{key}.{name}" if key else name, "there is no such key"
-    return key, what
+    return key, what.replace(" | null`", "`")  # left out is what none is here; TOML has no null
 
 
 def default_of(key: str) -> str:
