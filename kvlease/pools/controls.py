@@ -152,13 +152,16 @@ class CacheControls:
             self._end(pin, "expired")
         return min((pin.expires_s for pin in self.pins.values()), default=None)
 
-    def unpin_all(self) -> None:
-        """End every pin: what they hold is to be forgotten."""
+    def unpin_all(self, reason: Literal["flushed", "closed"]) -> None:
+        """End every pin: what they hold is to be forgotten, or nobody is left to end them."""
         for pin in list(self.pins.values()):
-            self._end(pin, "flushed")
+            self._end(pin, reason)
 
     def _end(
-        self, pin: Pin, reason: Literal["expired", "asked", "flushed"], identity: str = ""
+        self,
+        pin: Pin,
+        reason: Literal["expired", "asked", "flushed", "closed"],
+        identity: str = "",
     ) -> None:
         del self.pins[pin.id]
         if self._sink.normal:

@@ -348,7 +348,7 @@ class UnifiedPool:
 
     def flush(self) -> None:
         """Forget everything cached; what is pinned or in flight follows when its holders end."""
-        self.controls.unpin_all()
+        self.controls.unpin_all("flushed")
         self.memory.take_back(self.index.clear())
 
     def condemn(self, cursor: Cursor, number: int) -> None:

@@ -90,13 +90,13 @@ class PagePin(NormalEvent, tag="page.pin", kw_only=True, gc=False):
 
 
 class PageUnpin(NormalEvent, tag="page.unpin", kw_only=True, gc=False):
-    """A pin ended: its time was up, its caller asked for it, or all that is cached was forgotten.
+    """A pin ended: its time was up, its caller asked, all was forgotten, or the engine closed.
 
     ``identity`` is that under which whoever asked is known; empty if nobody did (R10).
     """
 
     pin: int
-    reason: Literal["expired", "asked", "flushed"]
+    reason: Literal["expired", "asked", "flushed", "closed"]
     identity: str = ""
 
 

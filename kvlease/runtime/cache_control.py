@@ -62,7 +62,10 @@ class CacheControl:
         Raises PagesUnavailable if nothing of it is cached, or if pins hold too much already.
         """
         if not 0 < seconds <= MAX_TIMEOUT_S:
-            raise PromptError(f"a pin of {seconds} seconds; give more than 0: every pin has an end")
+            raise PromptError(
+                f"a pin of {seconds} seconds; give seconds above 0, up to {MAX_TIMEOUT_S:g}:"
+                " every pin has an end"
+            )
         tokens, whose = self._check(prompt), self._salt(salt)
         return await self._ask("pin", lambda done: PinPrefix(whose, tokens, seconds, done))
 

@@ -90,6 +90,7 @@ class Scheduler(Actor[SchedulerMessage]):
                     message = await self.mailbox.receive()
             except ActorClosed:
                 self._settlement.abandon_all()
+                self._core.pool.controls.unpin_all("closed")
                 self._core.pool.say_ledger()
                 return
 

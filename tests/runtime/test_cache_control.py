@@ -11,6 +11,7 @@ from attrs import define
 
 from kvlease.errors import ConfigError, PagesUnavailable, PromptError, TransferFailed
 from kvlease.protocols.config import EngineConfig, SamplingParams
+from kvlease.protocols.events import PageLedger, PageUnpin
 from kvlease.protocols.identity import page_hash
 from kvlease.protocols.ports import CopyOrder
 from kvlease.runtime.assembly import EnginePorts
@@ -177,13 +178,26 @@ async def test_pins_have_bounds_and_an_end() -> None:
         with pytest.raises(PagesUnavailable, match="nothing"):
             await engine.cache.pin(packed(PROMPT), 1.0)
         for seconds in (0.0, -1.0, float("inf"), float("nan")):
-            with pytest.raises(PromptError, match="end"):
+            with pytest.raises(PromptError, match=r"above 0, up to 1e\+09: every pin has an end"):
                 await engine.cache.pin(packed(PROMPT), seconds)
         await ask(engine, PROMPT)
         for _ in range(2):
             await engine.cache.pin(packed(PROMPT), 60.0)
         with pytest.raises(PagesUnavailable, match="18 pages in 3 pins"):
             await engine.cache.pin(packed(PROMPT), 60.0)
+
+
+async def test_a_pin_ends_with_the_engine_however_long_that_waits_for_copies() -> None:
+    """Its scheduler, which would end it in time, has gone before the last copies return."""
+    log = EventLog(level="audit", flush_every_s=3600)
+    events = log.remember()
+    async with open_engine(toy_model(), toy_config(), log=log) as engine:
+        await ask(engine, PROMPT)
+        await engine.cache.pin(packed(PROMPT), 3600.0)
+    log.close()
+    assert [event.reason for event in events if isinstance(event, PageUnpin)] == ["closed"]
+    assert not any(event.pins for event in events if isinstance(event, PageLedger))
+    assert check(events).verdict == "clean"
 
 
 async def test_a_tenant_pins_no_more_than_half_of_its_quota() -> None:
