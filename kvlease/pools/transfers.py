@@ -52,7 +52,7 @@ class Transfers:
             for spans in (False, True)
             for tails in (False, True)
         }
-        self.unsettled: set[PlannedTransfer] = set()
+        self.unsettled: dict[PlannedTransfer, None] = {}  # in order: the log names them
 
     def plan_load(self, held: Held, match: Match, request: int) -> PlannedTransfer | None:
         """Plan what a matched prefix still needs: pages from the host, and the tail at its end.
@@ -258,7 +258,7 @@ class Transfers:
     ) -> PlannedTransfer | None:
         """Complete the plan; one that came to nothing (no tail slot was free) is let go again."""
         planned.copies = copies
-        self.unsettled.add(planned)
+        self.unsettled[planned] = None
         if not copies:
             self.lost(planned, "empty")
             self.settled(planned)
@@ -342,7 +342,7 @@ class Transfers:
         The scheduler may hear only later that it was done, or never, if it has gone.
         """
         planned.is_settled = True
-        self.unsettled.discard(planned)
+        self.unsettled.pop(planned, None)
         carrier = planned.carrier
         if carrier is not None and carrier.is_done:
             self._say_sealed(planned)

@@ -138,8 +138,8 @@ class Assembly:
     scheduler: Mailbox[SchedulerMessage]
     loader: Mailbox[Transfer]
     workers: dict[StepKind, Mailbox[StepOrder]]
-    open_requests: set[Request] = field(factory=set[Request])
-    """Requests whose callers have not left yet; the engine's own list, whatever its actors lose."""
+    open_requests: dict[Request, None] = field(factory=dict[Request, None])
+    """Requests whose callers have not left yet, as they came; whatever the engine's actors lose."""
     num_submitted: int = 0
     is_closing: bool = False
 
@@ -149,7 +149,7 @@ class Assembly:
             raise ActorClosed("the engine is closed; it takes no more requests")
         self.scheduler.send_nowait(Submit(request))
         self.num_submitted += 1
-        self.open_requests.add(request)
+        self.open_requests[request] = None
         if self.core.sink.normal:
             self.core.sink.emit(_submitted(request, with_prompt=self.core.config.log_prompts))
 

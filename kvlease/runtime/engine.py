@@ -178,7 +178,7 @@ class Engine:
                 self._assembly.cancel(request)
                 with trio.CancelScope(shield=True):
                     await request.ended.wait()
-            self._assembly.open_requests.discard(request)
+            self._assembly.open_requests.pop(request, None)
 
     def _make_request(
         self,

@@ -89,7 +89,7 @@ class Mailbox(Generic[M]):
         self._senders: OrderedDict[Task, _Waiter[M]] = OrderedDict()
         self._readers: OrderedDict[Task, _Waiter[M]] = OrderedDict()
         self._replies: dict[int, PendingReply] = {}
-        self._unanswered: set[PendingReply] = set()
+        self._unanswered: dict[PendingReply, None] = {}  # in order: so they fail
         self._closed = False
         self._cause: BaseException | None = None
         self._received = 0
@@ -202,8 +202,8 @@ class Mailbox(Generic[M]):
         self._received += 1
         reply = self._replies.pop(id(message), None)
         if reply is not None and not reply.is_over:
-            self._unanswered.add(reply)
-            reply.when_over(partial(self._unanswered.discard, reply))
+            self._unanswered[reply] = None
+            reply.when_over(partial(self._unanswered.pop, reply, None))
         return message
 
     def expect(self, message: M, reply: Reply[R]) -> None:

@@ -83,6 +83,7 @@ class Bench:
     device_tails: int = 12
     host_tails: int = 12
     slots: int = 6
+    log: EventLog = field(factory=lambda: EventLog(level="off"))
     pool: UnifiedPool = field(init=False)
     running: list[Held] = field(init=False, factory=list)
 
@@ -90,7 +91,7 @@ class Bench:
         """Allocate, poisoned."""
         tails = (self.device_tails, self.host_tails) if self.schema.needs_tail else (0, 0)
         sizes = PoolSizes(self.device_pages, self.host_pages, *tails, self.slots)
-        self.pool = UnifiedPool(self.schema, sizes, EventLog(level="off"), poison=True)
+        self.pool = UnifiedPool(self.schema, sizes, self.log, poison=True)
 
     # Requests
 
