@@ -77,31 +77,11 @@ class Numbered(NamedTuple):
     to_ids: torch.Tensor
 
 
-def span_parts(
-    schema: Schema,
-    kind: Direction,
-    ends: tuple[SpanStore, SpanStore],
-    pages: tuple[torch.Tensor, torch.Tensor],
-) -> Iterator[Numbered]:
-    """Yield what moves pages from ends[0] to ends[1], pages [n] int64 at each end."""
-    return _numbered(ends, pages)
-
-
-def tail_parts(
-    schema: Schema,
-    kind: Direction,
-    ends: tuple[TailStore, TailStore],
-    slots: tuple[torch.Tensor, torch.Tensor],
-) -> Iterator[Numbered]:
-    """Yield what moves kept tails between tiers, slots [n] int64 at each end."""
-    return _numbered(ends, slots)
-
-
-def _numbered(
+def numbered_parts(
     ends: tuple[SpanStore, SpanStore] | tuple[TailStore, TailStore],
     numbers: tuple[torch.Tensor, torch.Tensor],
 ) -> Iterator[Numbered]:
-    """Yield the parts of numbered pages or slots, [n] int64 at each end.
+    """Yield what moves pages, or kept tails, from ends[0] to ends[1]; numbers [n] int64 at each.
 
     Planning is mostly this loop: what does not change from one to the next is in the stores.
     """
@@ -115,7 +95,6 @@ def _numbered(
 
 
 def span_orders(
-    schema: Schema,
     transfer: TransferId,
     kind: Direction,
     ends: tuple[SpanStore, SpanStore],
@@ -125,7 +104,7 @@ def span_orders(
 
     One for each component.
     """
-    return (_order(transfer, kind, (part,)) for part in span_parts(schema, kind, ends, pages))
+    return (_order(transfer, kind, (part,)) for part in numbered_parts(ends, pages))
 
 
 def _tier_read(kind: Direction) -> CacheTier:
@@ -133,7 +112,6 @@ def _tier_read(kind: Direction) -> CacheTier:
 
 
 def tail_orders(
-    schema: Schema,
     transfer: TransferId,
     kind: Direction,
     ends: tuple[TailStore, TailStore],
@@ -143,7 +121,7 @@ def tail_orders(
 
     One for each component.
     """
-    return (_order(transfer, kind, (part,)) for part in tail_parts(schema, kind, ends, slots))
+    return (_order(transfer, kind, (part,)) for part in numbered_parts(ends, slots))
 
 
 def store_orders(transfer: TransferId, parts: Iterable[Numbered]) -> tuple[CopyOrder, ...]:
@@ -289,7 +267,6 @@ class _Resumption:
 
 
 def resume_orders(
-    schema: Schema,
     transfer: TransferId,
     kind: Direction,
     tails: tuple[CacheTier, TailStore, int],
@@ -305,8 +282,6 @@ def resume_orders(
     places = partial(list[int], (slot,))
     for parts, part, nbytes in store.parts:
         kept, ring = store.memory[part], ring_store.ring(*part)
-        one, sizes = (
-            _Resumption(kept, ring, tail_slot, slot, boundary),
-            partial(list[int], (nbytes,)),
-        )
+        one = _Resumption(kept, ring, tail_slot, slot, boundary)
+        sizes = partial(list[int], (nbytes,))
         yield CopyOrder(transfer, kind, tier, parts, nbytes, one.run, sizes, places, one.memory)

@@ -19,12 +19,11 @@ from kvlease.pools.carriage import Direction, Ends, Move, Numbers, Resumed, carr
 from kvlease.pools.copies import (
     Numbered,
     index_tensor,
+    numbered_parts,
     resume_orders,
     span_orders,
-    span_parts,
     store_orders,
     tail_orders,
-    tail_parts,
 )
 from kvlease.pools.memory import Memory
 from kvlease.pools.prefix_node import CacheTier
@@ -111,18 +110,18 @@ class Orders:
     def _plain(
         self, transfer: TransferId, pages: Ends, tail: Resumed | Lifted | None
     ) -> Iterator[CopyOrder]:
-        memory, schema = self._memory, self._memory.schema
+        memory = self._memory
         if pages[1]:
             stores = memory.host_spans, memory.spans
-            yield from span_orders(schema, transfer, "load", stores, _tensors(pages))
+            yield from span_orders(transfer, "load", stores, _tensors(pages))
         if isinstance(tail, Lifted):
             stores, slots = (memory.host_tails, memory.tails), _tensors(([tail.tail], [tail.slot]))
-            yield from tail_orders(schema, transfer, "load", stores, slots)
+            yield from tail_orders(transfer, "load", stores, slots)
         elif tail is not None:
             store = memory.tails if tail.tier == "device" else memory.host_tails
             kept: tuple[CacheTier, TailStore, int] = tail.tier, store, tail.tail
             rings = memory.rings, tail.slot
-            yield from resume_orders(schema, transfer, "load", kept, rings, tail.boundary)
+            yield from resume_orders(transfer, "load", kept, rings, tail.boundary)
 
     def store(self, transfer: TransferId, pages: Ends, tails: Ends) -> tuple[CopyOrder, ...]:
         """Return the one order that moves pages and kept tails to the host; none for nothing."""
@@ -138,10 +137,10 @@ class Orders:
         parts: list[Iterator[Numbered]] = []
         if pages[1]:
             stores = memory.spans, memory.host_spans
-            parts.append(span_parts(memory.schema, "store", stores, _tensors(pages)))
+            parts.append(numbered_parts(stores, _tensors(pages)))
         if tails[1]:
             stores = memory.tails, memory.host_tails
-            parts.append(tail_parts(memory.schema, "store", stores, _tensors(tails)))
+            parts.append(numbered_parts(stores, _tensors(tails)))
         return store_orders(transfer, chain.from_iterable(parts))
 
     @property

@@ -26,7 +26,7 @@ def test_ends_of_another_row_width_move_nothing(ends: tuple[str, str]) -> None:
     for layer, span in span_components(target_schema):
         target.rows(layer, span.name).zero_()
     pages = index_tensor([1, 2])
-    orders = span_orders(source_schema, TransferId(1), "load", (source, target), (pages, pages))
+    orders = span_orders(TransferId(1), "load", (source, target), (pages, pages))
     copies = [order for order in orders if order.component == "index_k"]
     transfer = Transfer(plan(*copies, num_layers=4, empty=frozenset({0, 2})))
     for index in range(len(copies)):
@@ -66,7 +66,7 @@ def _zero(bench: Bench, page: int) -> None:
 def _copy_out(bench: Bench, page: int) -> None:
     memory, pages = bench.pool.memory, index_tensor([page])
     stores = (memory.spans, memory.host_spans)
-    for order in span_orders(bench.schema, TransferId(1), "store", stores, (pages, pages)):
+    for order in span_orders(TransferId(1), "store", stores, (pages, pages)):
         order.run()
 
 
@@ -74,7 +74,7 @@ def _copy_in(bench: Bench, page: int) -> None:
     memory, pages = bench.pool.memory, index_tensor([page])
     memory.host_spans.poison_all()
     stores = (memory.host_spans, memory.spans)
-    for order in span_orders(bench.schema, TransferId(1), "load", stores, (pages, pages)):
+    for order in span_orders(TransferId(1), "load", stores, (pages, pages)):
         order.run()
 
 

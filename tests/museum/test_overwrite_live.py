@@ -223,7 +223,7 @@ def test_moves_within_one_store_are_simultaneous(seed: int) -> None:
         rows.copy_(torch.arange(rows.numel(), dtype=rows.dtype).view(rows.shape))
     before = {key: store.rows(*key).clone() for key in store.memory}
     ends = (index_tensor(source), index_tensor(target))
-    for order in span_orders(MLA, TransferId(1), "load", (store, store), ends):
+    for order in span_orders(TransferId(1), "load", (store, store), ends):
         assert order.run() == order.nbytes
     for key, old in before.items():
         wanted = old.clone()

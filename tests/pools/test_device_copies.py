@@ -75,10 +75,10 @@ def test_pages_survive_the_way_to_pinned_memory_and_back(gpu: str) -> None:
     second.poison_all()
     here, there, back = ([3, 4, 5, 1, 9], [0, 1, 7, 8, 2], [11, 0, 1, 2, 5])
     way = index_tensor(here), index_tensor(there)
-    for order in span_orders(SCHEMA, ID, "store", (first, host), way):
+    for order in span_orders(ID, "store", (first, host), way):
         assert order.run() == order.nbytes
     torch.cuda.synchronize()  # a load begins when the store of its pages has ended
-    for order in span_orders(SCHEMA, ID, "load", (host, second), (way[1], index_tensor(back))):
+    for order in span_orders(ID, "load", (host, second), (way[1], index_tensor(back))):
         assert order.run() == order.nbytes
     torch.cuda.synchronize()
     others = [number for number in range(12) if number not in back]
@@ -103,12 +103,12 @@ def test_tails_are_kept_and_resumed_as_on_the_cpu(gpu: str, boundary: int) -> No
         ends = index_tensor([2, 0]), index_tensor([1, 3]), index_tensor([boundary, 16])
         keep_tails(SCHEMA, (rings, tails), *ends)
         moves = index_tensor([1, 3]), index_tensor([0, 2])
-        for order in tail_orders(SCHEMA, ID, "store", (tails, host), moves):
+        for order in tail_orders(ID, "store", (tails, host), moves):
             assert order.run() == order.nbytes
         if pinned:
             torch.cuda.synchronize()  # a load begins when the store of its tail has ended
-        orders = [*resume_orders(SCHEMA, ID, "load", ("host", host, 0), (resumed, 1), boundary)]
-        orders += resume_orders(SCHEMA, ID, "load", ("device", tails, 3), (resumed, 0), 16)
+        orders = [*resume_orders(ID, "load", ("host", host, 0), (resumed, 1), boundary)]
+        orders += resume_orders(ID, "load", ("device", tails, 3), (resumed, 0), 16)
         for order in orders:
             assert order.run() == order.nbytes
         if pinned:

@@ -57,7 +57,7 @@ class Bench:
         self._num_loads += 1
         number = TransferId(self._num_loads)
         ends = index_tensor(here), index_tensor(there)
-        orders = tuple(span_orders(SCHEMA, number, "load", (self.host, self.pages), ends))
+        orders = tuple(span_orders(number, "load", (self.host, self.pages), ends))
         holds = () if held is None else (held,)
         plan = TransferPlan(number, "load", orders, NUM_LAYERS, 10.0, "test", holds=holds)
         return Transfer(plan, observer=observer), here, there
