@@ -1,4 +1,4 @@
-"""What a log's first line says, in the forms that the rules ask for."""
+"""What a log's first line says of the engine, and what its transfers have to move."""
 
 from typing import final
 
@@ -10,7 +10,6 @@ class Head:
     """What the first line says, in the forms that the rules ask for.
 
     Attributes:
-        names: components of each layer, spans and tails.
         every_layer: one bit a layer.
         tells_ran: whether the device tells when it has come to the end of a step's work.
         has_tails: whether computing can resume at kept tails only (R5).
