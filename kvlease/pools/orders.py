@@ -86,12 +86,17 @@ class Orders:
     def load(
         self, transfer: TransferId, pages: Ends, tail: Resumed | Lifted | None
     ) -> tuple[CopyOrder, ...]:
-        """Return the orders, by layer, that move host pages to device pages, and a tail."""
+        """Return the orders, by layer, that move host pages to device pages, and a tail.
+
+        Nothing has no orders: a prefetch may find no slot for the tail that it was for.
+        """
         carrier = self._memory.carrier
         if carrier is None:
             return tuple(sorted(self._plain(transfer, pages, tail), key=attrgetter("layer")))
-        resumed = None if isinstance(tail, Lifted) else tail
         count = len(pages[1])
+        if not count and tail is None:
+            return ()
+        resumed = None if isinstance(tail, Lifted) else tail
         moves = [carrier.load(pages, resumed)] if count or resumed is not None else []
         if isinstance(tail, Lifted):
             moves.append(carrier.tails("load", ([tail.tail], [tail.slot])))

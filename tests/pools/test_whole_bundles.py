@@ -1,13 +1,16 @@
 """The pool refuses what would be half a bundle, and steps over leases that have ended."""
 
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
 from kvlease.errors import InternalError, LeaseMoved
 from kvlease.pools import orders
+from kvlease.pools.carriage import Carrier
 from kvlease.pools.copies import span_orders
 from kvlease.protocols.ports import CopyOrder
+from kvlease.units import TransferId
 from tests.museum.rig import PAGE, SCHEMAS, Bench, tokens_of
 
 PROMPT = tokens_of(1, 4 * PAGE)
@@ -27,6 +30,18 @@ def test_a_plan_without_a_component_is_refused(name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(orders, "span_orders", forgetful)
     with pytest.raises(InternalError, match=skipped):
         bench.start(PROMPT)
+
+
+@pytest.mark.parametrize("is_carried", [False, True])
+def test_a_load_of_nothing_has_no_orders(is_carried: bool) -> None:
+    """Such is a prefetch whose pages are there when no slot is free for its tail."""
+    memory = Bench(SCHEMAS["v4"]).pool.memory
+    if is_carried:
+        memory.carrier = cast("Carrier", object())  # not asked for anything
+    nothing: tuple[list[int], list[int]] = [], []
+    ordered = orders.Orders(memory)
+    assert ordered.load(TransferId(1), nothing, None) == ()
+    assert ordered.store(TransferId(2), nothing, nothing) == ()
 
 
 def test_the_parts_of_a_schema_are_those_of_its_layers() -> None:
