@@ -77,6 +77,16 @@ def test_the_environment_names_the_file_and_lists_addresses(tmp_path: Path) -> N
     assert config.engine.exact is False
 
 
+def test_a_cuda_device_has_defaults_of_its_own() -> None:
+    """The device tier takes what is free there, and exact mode is off."""
+    engine = read(flags={"engine.device": "cuda"}).engine
+    assert (engine.device_pages, engine.exact) == (0, False)
+    said = {"engine.device": "cuda", "engine.device_pages": "9", "engine.exact": "true"}
+    engine = read(flags=said).engine
+    assert (engine.device_pages, engine.exact) == (9, True)
+    assert (read().engine.device_pages, read().engine.exact) == (512, True)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

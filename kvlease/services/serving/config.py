@@ -121,7 +121,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("engine.max_sessions", "--sessions", "answers computed at the same time"),
     Setting("engine.max_queue", "--max-queue", "answers that wait for their turn"),
     Setting("engine.chunk_tokens", "--chunk-tokens", "prompt tokens that one step takes"),
-    Setting("engine.decode_ahead", "--decode-ahead", "tokens an answer that one step may draw"),
+    Setting("engine.decode_ahead", "--decode-ahead", "tokens of each answer a step may draw"),
     Setting("engine.request_timeout_s", "--request-timeout", "for one answer", "SECONDS"),
     Setting("engine.load_timeout_s", "--load-timeout", "for one load from a tier", "SECONDS"),
     Setting("engine.audit_rate", "--audit-rate", "share of pages that are summed", "RATE"),
@@ -220,7 +220,7 @@ def _with_defaults(tree: dict[str, object]) -> dict[str, object]:
     given = cast("dict[str, object]", engine)
     added: dict[str, object] = {"cache_events": CACHE_EVENTS}
     if given.get("device") == "cuda":
-        added["exact"] = False
+        added |= {"exact": False, "device_pages": 0}  # 0: all that the model leaves free
     return {**tree, "engine": {**added, **given}}
 
 
