@@ -22,9 +22,9 @@ MAX_PAGES = 2**31 - 1
 """Page numbers are 32 bits wide in the books."""
 _COUNTS = (
     "page_tokens", "device_pages", "host_pages", "device_tails", "host_tails", "tail_every",
-    "max_sessions", "max_queue", "chunk_tokens", "cache_events",
+    "max_sessions", "max_queue", "chunk_tokens", "decode_ahead", "cache_events",
 )  # fmt: skip
-"""Of `EngineConfig`: what memory or a queue is sized by."""
+"""Of `EngineConfig`: what memory, a queue or a step is sized by."""
 
 
 @frozen
@@ -103,7 +103,7 @@ class EngineConfig:
             seconds: float = getattr(self, name)
             if not 0 < seconds <= MAX_TIMEOUT_S:
                 raise ConfigError(
-                    f"{name} is {seconds}; give seconds above 0, up to {MAX_TIMEOUT_S:g}:"
+                    f"{name} is {seconds}; give seconds above 0, up to {MAX_TIMEOUT_S:.0f}:"
                     " every wait has an end"
                 )
 

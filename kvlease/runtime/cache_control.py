@@ -63,7 +63,7 @@ class CacheControl:
         """
         if not 0 < seconds <= MAX_TIMEOUT_S:
             raise PromptError(
-                f"a pin of {seconds} seconds; give seconds above 0, up to {MAX_TIMEOUT_S:g}:"
+                f"a pin of {seconds} seconds; give seconds above 0, up to {MAX_TIMEOUT_S:.0f}:"
                 " every pin has an end"
             )
         tokens, whose = self._check(prompt), self._salt(salt)

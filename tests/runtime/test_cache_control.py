@@ -178,7 +178,7 @@ async def test_pins_have_bounds_and_an_end() -> None:
         with pytest.raises(PagesUnavailable, match="nothing"):
             await engine.cache.pin(packed(PROMPT), 1.0)
         for seconds in (0.0, -1.0, float("inf"), float("nan")):
-            with pytest.raises(PromptError, match=r"above 0, up to 1e\+09: every pin has an end"):
+            with pytest.raises(PromptError, match="up to 1000000000: every pin has an end"):
                 await engine.cache.pin(packed(PROMPT), seconds)
         await ask(engine, PROMPT)
         for _ in range(2):

@@ -101,6 +101,8 @@ def test_a_log_file_is_an_audit_log_by_default(line: str, level: str) -> None:
         ("run --device-pages -1", "device_pages is -1"),
         ("run --host-pages -1", "host_pages is -1"),
         ("run --host-pages 99999999999", "host_pages is 99999999999; give 2147483647 or fewer"),
+        ("run --decode-ahead 0", "decode_ahead is 0; give a number of 1 or more"),
+        ("run --decode-ahead 99999999999", "give 2147483647 or fewer"),
         ("run --device-pages 2147483647 --page-tokens 32768", "cache on cpu: give fewer"),
         ("run --page-tokens 0", "page_tokens is 0"),
         ("run --tail-every 0", "tail_every is 0"),
