@@ -169,6 +169,7 @@ def examine() -> Diagnosis:
     findings.append(Finding("exactness", "ok" if well else "broken", PROVEN if well else said))
     findings.append(_package("triton", "GPU kernels; extra `gpu`"))
     findings.append(_package("tokenizers", "text prompts for checkpoints; extra `text`"))
+    findings.append(_package("hypercorn", "the HTTP door of `kvlease serve`; extra `serve`"))
     findings.append(_package("transformers", "the oracle of the model tests; extra `test`"))
     return Diagnosis(__version__, well, findings)
 

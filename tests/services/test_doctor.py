@@ -80,6 +80,7 @@ def test_no_device_is_no_fault(monkeypatch: pytest.MonkeyPatch, cuda: str | None
     torch = json.dumps({**json.loads(TORCH), "cuda": cuda, "devices": []})
     found = diagnose(monkeypatch, (True, torch), exact=True)
     assert states(found)["cuda"] == "absent"
+    assert "hypercorn" in states(found)
     assert "pinned memory" not in states(found)
 
 
