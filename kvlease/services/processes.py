@@ -8,7 +8,7 @@ know what is asked.
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from subprocess import PIPE
 from typing import Generic, TypeVar, final
@@ -113,7 +113,10 @@ class _Worker(Generic[A]):
 
 @contextmanager
 def answers_alone_on_stdout() -> Generator[Callable[[msgspec.Struct], None], None, None]:
-    """The far end's way to answer: stdout becomes stderr, so that nothing else gets on the pipe."""
+    """The far end's way to answer: stdout becomes stderr, so that nothing else gets on the pipe.
+
+    The block ends at an answer that nobody is left to hear.
+    """
     pipe = os.dup(1)
     os.dup2(2, 1)
 
@@ -123,6 +126,7 @@ def answers_alone_on_stdout() -> Generator[Callable[[msgspec.Struct], None], Non
             left = left[os.write(pipe, left) :]
 
     try:
-        yield answer
+        with suppress(BrokenPipeError):
+            yield answer
     finally:
         os.close(pipe)
