@@ -208,6 +208,8 @@ class PageBook:
         if not pages:
             return
         state = self._state
+        if min(pages) < 0 or max(pages) >= len(state):
+            raise LedgerImbalance(f"{self.name}: pages are numbered 0 to {len(state) - 1}")
         before = state[pages[0]]
         try:
             after = _CODE[reduce(step_page, events, _STATES[before])]

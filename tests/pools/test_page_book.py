@@ -35,6 +35,18 @@ def test_released_is_not_free_while_a_copy_may_write() -> None:
     assert book.available == 4
 
 
+@pytest.mark.parametrize("stranger", [-1, 4])
+def test_a_page_that_there_is_not_changes_nothing(stranger: int) -> None:
+    """-1 names the last page to Python, and a page of nobody's to us."""
+    book = PageBook("pages", 4)
+    pages = book.acquire(4)
+    before = book.ledger()
+    with pytest.raises(LedgerImbalance, match="numbered 0 to 3"):
+        book.release(array("i", [*pages[:3], stranger]))
+    assert book.ledger() == before
+    book.release(pages)
+
+
 def test_double_free_is_caught_and_changes_nothing() -> None:
     """A page freed twice would be handed to two owners."""
     book = PageBook("pages", 4)
