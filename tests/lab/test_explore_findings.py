@@ -9,15 +9,19 @@ import pytest
 import trio
 
 from kvlease.protocols.config import SamplingParams
+from kvlease.protocols.event_pages import PageQuarantine
 from kvlease.protocols.ports import CopyOrder
 from kvlease.runtime.actor import Inbox
 from kvlease.runtime.assembly import EnginePorts
 from kvlease.runtime.engine import open_engine
+from kvlease.runtime.event_log import EventLog
 from kvlease.runtime.mailbox import Mailbox
 from kvlease.runtime.messages import TransferEnded, TransferSettled
 from kvlease.services.lab.explore import run_once
 from kvlease.services.lab.scenarios import SCENARIOS
 from kvlease.services.lab.schedule import Replay, choices_of
+from tests.museum.rig import MLA, Bench, tokens_of
+from tests.museum.rig import PAGE as BENCH_PAGE
 from tests.runtime.toy import (
     COLD,
     PAGE,
@@ -112,3 +116,23 @@ def test_who_shares_a_lost_load_is_put_into_no_step_before_the_loader_says_so() 
         "6:4,7:3,8:4,9:3,10:4,11:3,12:4,13:4,39:1,40:1,41:1,42:1,43:1,44:1,45:1,46:2"
     )
     assert run_once(SCENARIOS["shared"], 686, Replay(choices)).problem is None
+
+
+def test_what_pages_wait_for_is_named_in_the_order_of_its_plans() -> None:
+    """R14: equal runs write equal logs, wherever their objects lie in memory.
+
+    Found by a planted bug of the exploration, whose failure the same choices did not repeat.
+    """
+    log = EventLog(flush_every_s=math.inf, threads=False)
+    events = log.remember()
+    bench = Bench(MLA, device_pages=32, host_pages=32, slots=8, log=log)
+    prompts = [tokens_of(seed, 2 * BENCH_PAGE) for seed in range(1, 9)]
+    for prompt in prompts:
+        bench.cache_on_host(prompt)
+    loads = [bench.start(prompt).load for prompt in prompts]
+    assert loads[0] is not None
+    bench.pool.lost(loads[0], "failed", ())
+    waits = [event for event in events if isinstance(event, PageQuarantine)]
+    numbers = [load.id for load in loads if load is not None]
+    assert len(numbers) == 8
+    assert waits[-1].transfers == numbers == sorted(numbers)
