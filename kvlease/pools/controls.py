@@ -17,7 +17,7 @@ from kvlease.pools.prefix_results import Match
 from kvlease.pools.prefix_share import count_below, evict_below, share
 from kvlease.pools.transfers import Transfers
 from kvlease.protocols.event_base import EventSink
-from kvlease.protocols.event_pages import PagePin, PageUnpin
+from kvlease.protocols.event_pages import PagePin, PageUnpin, UnpinReason
 
 EVERY_PAGE = 1 << 62
 MAX_PINS = 4096
@@ -157,12 +157,7 @@ class CacheControls:
         for pin in list(self.pins.values()):
             self._end(pin, reason)
 
-    def _end(
-        self,
-        pin: Pin,
-        reason: Literal["expired", "asked", "flushed", "closed"],
-        identity: str = "",
-    ) -> None:
+    def _end(self, pin: Pin, reason: UnpinReason, identity: str = "") -> None:
         del self.pins[pin.id]
         if self._sink.normal:
             self._sink.emit(PageUnpin(pin=pin.id, reason=reason, identity=identity))

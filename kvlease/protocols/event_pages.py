@@ -1,8 +1,11 @@
 """Log events of pages and of the leases on them: ``page.*`` and ``lease.*``."""
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from kvlease.protocols.event_base import Event, NormalEvent, Opening, PageRun, Tier
+
+UnpinReason: TypeAlias = Literal["expired", "asked", "flushed", "closed"]
+"""Why a pin ended: its time, its caller, a flush, or the engine's end."""
 
 
 class PageReserve(Event, tag="page.reserve", kw_only=True, gc=False):
@@ -96,7 +99,7 @@ class PageUnpin(NormalEvent, tag="page.unpin", kw_only=True, gc=False):
     """
 
     pin: int
-    reason: Literal["expired", "asked", "flushed", "closed"]
+    reason: UnpinReason
     identity: str = ""
 
 

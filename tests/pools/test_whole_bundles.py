@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from typing import cast
 
 import pytest
+from torch import Tensor
 
 from kvlease.errors import InternalError, LeaseMoved
 from kvlease.pools import orders
-from kvlease.pools.carriage import Carrier
+from kvlease.pools.carriage import Carrier, Direction
 from kvlease.pools.copies import span_orders
+from kvlease.pools.storage import SpanStore
 from kvlease.protocols.ports import CopyOrder
 from kvlease.units import TransferId
 from tests.museum.rig import PAGE, SCHEMAS, Bench, tokens_of
@@ -23,8 +25,13 @@ def test_a_plan_without_a_component_is_refused(name: str, monkeypatch: pytest.Mo
     bench.cache_on_host(PROMPT)
     skipped = next(span.name for layer in SCHEMAS[name].layers for span in layer.spans)
 
-    def forgetful(*args: object) -> Iterator[CopyOrder]:
-        whole = span_orders(*args)  # type: ignore[arg-type]
+    def forgetful(
+        transfer: TransferId,
+        kind: Direction,
+        ends: tuple[SpanStore, SpanStore],
+        pages: tuple[Tensor, Tensor],
+    ) -> Iterator[CopyOrder]:
+        whole = span_orders(transfer, kind, ends, pages)
         return (order for order in whole if order.component != skipped)
 
     monkeypatch.setattr(orders, "span_orders", forgetful)
